@@ -1,0 +1,45 @@
+# `make demo` and `make test` do all of their own set-up; the rest assumes nothing either.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint types imports pytest test-slow docs bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/digits.py
+
+test: lint types imports pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check src tests examples benchmarks docs
+	$(BIN)/ruff check src tests examples benchmarks docs
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports --no-cache
+
+pytest: $(READY)
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(BIN)/pytest -m slow
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/cpu.py
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "buttress needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	# torch first and alone: with it in place nothing below looks for another build of it.
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,83 @@
+"""buttress: dense linear layers replaced by structured matrices that train well and run fast.
+
+import buttress as bt
+
+bt.replace_(model, bt.BTT(rank=2))
+optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
+"""
+
+from buttress.attention import ProjectedAttention, SplitLinear
+from buttress.chain import Chain, Factor
+from buttress.cost import Cost, cost
+from buttress.errors import (
+    ButtressError,
+    ChainError,
+    MissingExtraError,
+    PlanError,
+    RuleError,
+    ShapeError,
+    StructureError,
+)
+from buttress.layer import StructuredLinear
+from buttress.optim import Explanation, explain, param_groups
+from buttress.project import Projection, project
+from buttress.scaling import init_std, lr_multiplier
+from buttress.structures import (
+    BTT,
+    BlockDiagonal,
+    Convolution,
+    Dense,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    TensorTrain,
+    parse,
+    split,
+    structure,
+    structures,
+)
+from buttress.surgery import Plan, Report, densify_, replace_
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BTT",
+    "BlockDiagonal",
+    "ButtressError",
+    "Chain",
+    "ChainError",
+    "Convolution",
+    "Cost",
+    "Dense",
+    "Explanation",
+    "Factor",
+    "Kronecker",
+    "LowRank",
+    "MissingExtraError",
+    "Monarch",
+    "Plan",
+    "PlanError",
+    "ProjectedAttention",
+    "Projection",
+    "Report",
+    "RuleError",
+    "ShapeError",
+    "SplitLinear",
+    "Structure",
+    "StructureError",
+    "StructuredLinear",
+    "TensorTrain",
+    "cost",
+    "densify_",
+    "explain",
+    "init_std",
+    "lr_multiplier",
+    "param_groups",
+    "parse",
+    "project",
+    "replace_",
+    "split",
+    "structure",
+    "structures",
+]

@@ -1,0 +1,198 @@
+"""nn.MultiheadAttention with projections that are modules, and a linear layer in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+class ProjectedAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention whose q_proj, k_proj, v_proj and out_proj are modules of any kind.
+
+    torch's own class keeps bare weights and hands them to one fused function, which would pass any
+    module by. Same arguments, same results. It holds no packed weight, and that is what keeps torch's
+    encoder layers off their fast path.
+    """
+
+    def __init__(self, source: nn.MultiheadAttention, projections: dict[str, nn.Module]) -> None:
+        nn.Module.__init__(self)
+        self.embed_dim = source.embed_dim
+        self.kdim = source.kdim
+        self.vdim = source.vdim
+        self.num_heads = source.num_heads
+        self.dropout = source.dropout
+        self.batch_first = source.batch_first
+        self.head_dim = source.head_dim
+        self.add_zero_attn = source.add_zero_attn
+        self.same_embed_dim = source._qkv_same_embed_dim
+        # What torch's encoder layers look at before they take the fast path.
+        self._qkv_same_embed_dim = False
+        for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            self.register_parameter(name, None)
+        self.q_proj: nn.Module = projections["q_proj"]
+        self.k_proj: nn.Module = projections["k_proj"]
+        self.v_proj: nn.Module = projections["v_proj"]
+        # torch declares out_proj as a Linear that is never quantised; here it is any module.
+        self.add_module("out_proj", projections["out_proj"])
+        self.bias_k, self.bias_v = source.bias_k, source.bias_v
+        self.train(source.training)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # nn.MultiheadAttention's own would set _qkv_same_embed_dim to True in old pickles.
+        nn.Module.__setstate__(self, state)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As nn.MultiheadAttention.forward."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        batch, target = query.shape[:2]
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat((k, self.bias_k.expand(batch, 1, -1)), 1)
+            v = torch.cat((v, self.bias_v.expand(batch, 1, -1)), 1)
+        if self.add_zero_attn:
+            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        added = k.shape[1] - key.shape[1]
+        q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        mask = self._mask(attn_mask, key_padding_mask, batch, added, q.dtype)
+        drop = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.mT
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, drop) if drop else weights
+            y = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, drop)
+        y = self.out_proj(y.transpose(1, 2).reshape(batch, target, self.embed_dim))
+        if not batched:
+            return y.squeeze(0), None if weights is None else weights.squeeze(0)
+        return y if self.batch_first else y.transpose(0, 1), weights
+
+    def _mask(
+        self, attn_mask: Tensor | None, padding: Tensor | None, batch: int, added: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Both masks as one that is added to the scores; keys added by the layer itself are always seen."""
+        mask = None
+        if attn_mask is not None:
+            # (target, source), or (batch * heads, target, source).
+            whole = attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, self.num_heads))
+            mask = F.pad(_additive(whole, dtype), (0, added))
+        if padding is not None:
+            keys = F.pad(_additive(padding, dtype), (0, added))[:, None, None, :]
+            mask = keys if mask is None else mask + keys
+        return mask
+
+    def packed(self, projections: dict[str, nn.Linear]) -> nn.MultiheadAttention:
+        """The ordinary nn.MultiheadAttention with these projections."""
+        q, k, v, out = (projections[name] for name in PROJECTIONS)
+        dense = nn.MultiheadAttention(
+            self.embed_dim,
+            self.num_heads,
+            self.dropout,
+            bias=q.bias is not None,
+            add_zero_attn=self.add_zero_attn,
+            kdim=self.kdim,
+            vdim=self.vdim,
+            batch_first=self.batch_first,
+            device="meta",
+        )
+        if self.same_embed_dim:
+            packed = torch.cat([m.weight.detach() for m in (q, k, v)])
+            dense.in_proj_weight = nn.Parameter(packed, requires_grad=q.weight.requires_grad)
+        else:
+            for name, part in (("q_proj_weight", q), ("k_proj_weight", k), ("v_proj_weight", v)):
+                dense.register_parameter(name, part.weight)
+        if q.bias is not None:
+            dense.in_proj_bias = nn.Parameter(torch.cat([m.bias.detach() for m in (q, k, v)]))
+        dense.out_proj.register_parameter("weight", out.weight)
+        dense.out_proj.register_parameter("bias", out.bias)
+        dense.bias_k, dense.bias_v = self.bias_k, self.bias_v
+        return dense.train(self.training)
+
+
+def unpacked(source: nn.MultiheadAttention) -> dict[str, nn.Linear]:
+    """The four projections of an nn.MultiheadAttention as linear layers that view its weights."""
+    if source._qkv_same_embed_dim:
+        weights: Sequence[Tensor] = source.in_proj_weight.detach().chunk(3)
+    else:
+        weights = [w.detach() for w in (source.q_proj_weight, source.k_proj_weight, source.v_proj_weight)]
+    biases = [None] * 3 if source.in_proj_bias is None else source.in_proj_bias.detach().chunk(3)
+    trainable = next(source.parameters()).requires_grad
+    parts = {}
+    for name, weight, bias in zip(PROJECTIONS, weights, biases, strict=False):
+        parts[name] = linear_of(weight, bias, requires_grad=trainable)
+    parts["out_proj"] = linear_of(
+        source.out_proj.weight.detach(), source.out_proj.bias, requires_grad=source.out_proj.weight.requires_grad
+    )
+    return parts
+
+
+def linear_of(weight: Tensor, bias: Tensor | None, *, requires_grad: bool = True) -> nn.Linear:
+    """An nn.Linear around tensors that exist; a bias that is a Parameter stays that very Parameter."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=requires_grad)
+    if bias is not None:
+        linear.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=requires_grad)
+    return linear
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+class SplitLinear(nn.Module):
+    """Linear layers side by side on one input: what becomes of a fused q, k, v projection."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    @property
+    def in_features(self) -> int:
+        size = self.parts[0].in_features
+        assert isinstance(size, int)
+        return size
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Outputs of each part."""
+        sizes = [part.out_features for part in self.parts]
+        return tuple(n for n in sizes if isinstance(n, int))
+
+    @property
+    def weight(self) -> Tensor:
+        """The fused matrix, made on each access, for callers that look at `layer.weight`."""
+        return torch.cat([part.weight for part in self.parts if isinstance(part.weight, Tensor)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)

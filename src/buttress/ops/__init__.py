@@ -1,0 +1,62 @@
+"""`apply` is the only door to a chain's arithmetic; behind it stand interchangeable implementations.
+
+`reference` is the meaning (one einsum), `bmm` the default everywhere. All give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from buttress.chain import Chain
+from buttress.errors import ShapeError
+from buttress.ops import bmm, reference
+
+Impl = Literal["reference", "bmm"]
+IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply}
+
+__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense"]
+
+
+def apply(
+    chain: Chain,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    bias: Tensor | None = None,
+    *,
+    impl: Impl = "bmm",
+) -> Tensor:
+    """y = W x + bias for any leading shape of x, where `factors` are W's, in order of application.
+
+    Law: apply(chain, x, factors) = x @ dense(chain, factors).T. Follows autocast as F.linear does.
+    """
+    if x.dim() == 0 or x.shape[-1] != chain.d_in:
+        raise ShapeError(
+            f"this layer takes {chain.d_in} features in the last dimension, got a tensor of shape {tuple(x.shape)}"
+        )
+    if impl not in IMPLEMENTATIONS:
+        raise ShapeError(f"unknown implementation {impl!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        x = x.to(dtype)
+        factors = [w.to(dtype) for w in factors]
+        bias = None if bias is None else bias.to(dtype)
+    pad_in, pad_out = chain.padding
+    rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
+    y = IMPLEMENTATIONS[impl](chain, F.pad(rows, (0, pad_in)) if pad_in else rows, factors)
+    if pad_out:
+        y = y[:, : chain.d_out]
+    if bias is not None:
+        y = y + bias
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
+
+
+def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl = "bmm") -> Tensor:
+    """The (d_out, d_in) matrix: the chain applied to the identity."""
+    eye = torch.eye(chain.d_in, dtype=factors[0].dtype, device=factors[0].device)
+    return apply(chain, eye, factors, impl=impl).mT

@@ -1,0 +1,302 @@
+"""Learning rates: parameter groups for any torch optimizer, and a table that explains them.
+
+The facts about a parameter come from the module that owns it, found by name. Nothing is attached to
+parameters, so the groups are right after deepcopy, torch.compile, fully_shard and loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from buttress.chain import Chain
+from buttress.errors import RuleError
+from buttress.layer import StructuredLinear
+from buttress.naming import canonical, first_match, is_conv1d, modules, suggest
+from buttress.scaling import init_std, lr_multiplier, rate
+from buttress.table import render
+
+Base = nn.Module | Mapping[str, int | tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter's learning rate and where it comes from."""
+
+    name: str
+    shape: str
+    fan_in: int
+    std: float | None
+    multiplier: float
+    lr: float
+    weight_decay: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every parameter of a model with its rate; `str` gives a table."""
+
+    rows: tuple[ParameterRow, ...]
+
+    def __str__(self) -> str:
+        return render(self.rows)
+
+
+def param_groups(
+    model: nn.Module,
+    lr: float,
+    *,
+    base: Base | None = None,
+    weight_decay: float = 0.0,
+    rule: str = "adam",
+    scale: Mapping[str, float] | None = None,
+    structure_aware: bool = True,
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer with the right learning rate for every parameter.
+
+    `lr` is the rate that suits the dense model, at the width of `base` if that is given: a model
+    (which may live on the meta device), or {module name: d_in or (d_in, d_out)}. `rule` is "adam"
+    (also AdamW), "sgd", "sign" (Lion) or "muon". `scale` maps globs over parameter names to extra
+    factors, first match wins. `structure_aware=False` gives each factor the dense layer's rate: the
+    naive rule, for comparison. Vectors, norms and gains get no weight decay.
+
+    Groups are merged: one for each distinct (rate, decay, rule). Each carries two inert keys,
+    "lr_multiplier" and "rule"; under "muon" the groups of vectors and embeddings say "adam".
+
+    >>> optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, weight_decay=0.1))
+    """
+    merged: dict[tuple[float, float, str], dict[str, Any]] = {}
+    for p in _rates(model, lr, base, weight_decay, rule, scale, structure_aware):
+        key = (p.multiplier, p.weight_decay, p.rule)
+        group = merged.setdefault(
+            key,
+            {
+                "params": [],
+                "lr": lr * p.multiplier,
+                "weight_decay": p.weight_decay,
+                "lr_multiplier": p.multiplier,
+                "rule": p.rule,
+            },
+        )
+        group["params"].append(p.parameter)
+    return list(merged.values())
+
+
+def explain(
+    model: nn.Module,
+    lr: float,
+    *,
+    base: Base | None = None,
+    weight_decay: float = 0.0,
+    rule: str = "adam",
+    scale: Mapping[str, float] | None = None,
+    structure_aware: bool = True,
+) -> Explanation:
+    """The same rates as `param_groups` gives, parameter by parameter, with the reason for each."""
+    return Explanation(
+        tuple(
+            ParameterRow(
+                name=p.name,
+                shape="x".join(map(str, p.parameter.shape)),
+                fan_in=p.facts.d_in,
+                std=p.facts.std,
+                multiplier=p.multiplier,
+                lr=lr * p.multiplier,
+                weight_decay=p.weight_decay,
+                why=p.why,
+            )
+            for p in _rates(model, lr, base, weight_decay, rule, scale, structure_aware)
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the owner of a parameter says about it: the sizes of the dense matrix it belongs to."""
+
+    kind: str
+    layer: str
+    """Name of the module whose width counts."""
+    d_in: int
+    d_out: int
+    matrix: bool
+    """False for vectors and embeddings: one number a feature, no sum over inputs."""
+    decays: bool
+    chain: Chain | None = None
+    factor: str | None = None
+    std: float | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Input and output size of the dense layer: of the whole layer for a factor."""
+        return (self.chain.d_in, self.chain.d_out) if self.chain else (self.d_in, self.d_out)
+
+
+@dataclass(frozen=True)
+class _Rate:
+    name: str
+    parameter: nn.Parameter
+    facts: _Facts
+    multiplier: float
+    weight_decay: float
+    rule: str
+    why: str
+
+
+def _rates(
+    model: nn.Module,
+    lr: float,
+    base: Base | None,
+    weight_decay: float,
+    rule: str,
+    scale: Mapping[str, float] | None,
+    structure_aware: bool,
+) -> Iterator[_Rate]:
+    if not lr >= 0:
+        raise RuleError(f"lr must be a number >= 0, got {lr!r}")
+    rate(rule, 1, 1)
+    facts = _facts(model)
+    named = {canonical(n): p for n, p in _named_parameters(model)}
+    extra, unused = first_match(scale or {}, named)
+    if unused:
+        raise RuleError(f"scale: no parameter matches {unused[0]!r}; {suggest(unused[0], named)}")
+    widths = _Widths(base)
+    ties = _ties(model)
+    for name, parameter in named.items():
+        if not parameter.requires_grad:
+            continue
+        f = facts[name]
+        # Muon orthogonalises matrices; vectors and embeddings beside it are trained by Adam.
+        used = rule if f.matrix or rule != "muon" else "adam"
+        transfer, reason = widths.transfer(name, f, used)
+        multiplier, why = transfer, [f.kind, reason]
+        if f.chain and f.factor:
+            factor = next(x for x in f.chain.factors if x.name == f.factor)
+            kappa = lr_multiplier(factor, f.chain, used)
+            if structure_aware:
+                multiplier *= kappa
+                slices = f"slice {factor.d_out}x{factor.d_in} of a {f.chain.d_out}x{f.chain.d_in} layer"
+                why.append(f"kappa = {kappa:.4g}: {slices}, 1 of {len(f.chain.factors)}")
+            else:
+                why.append("naive: the dense layer's rate")
+        if name in extra:
+            multiplier *= extra[name]
+            why.append(f"scale {extra[name]:.4g}")
+        if others := ties.get(id(parameter)):
+            why.append(f"shared with {', '.join(n for n in others if n != name)}")
+        decay = weight_decay if f.decays else 0.0
+        yield _Rate(name, parameter, f, multiplier, decay, used, "; ".join(w for w in why if w))
+
+
+class _Widths:
+    """The sizes each layer had where the learning rate was tuned."""
+
+    def __init__(self, base: Base | None) -> None:
+        self.given: dict[str, tuple[int, int | None]] | None = None
+        self.vectors: dict[str, _Facts] = {}
+        if isinstance(base, nn.Module):
+            self.vectors = _facts(base)
+            self.given = {f.layer: f.sizes for f in self.vectors.values() if f.matrix}
+        elif base is not None:
+            self.given = {n: v if isinstance(v, tuple) else (v, None) for n, v in base.items()}
+
+    def transfer(self, name: str, f: _Facts, rule: str) -> tuple[float, str]:
+        """rate(this layer) / rate(the same layer of the base), and its reason."""
+        if self.given is None:
+            return 1.0, ""
+        d_in, d_out = f.sizes
+        if not f.matrix:
+            then = self.vectors.get(name)
+            if then is None or rate(rule, f.d_in, f.d_out) == rate(rule, then.d_in, then.d_out):
+                return 1.0, "width does not count"
+            return rate(rule, f.d_in, f.d_out) / rate(rule, then.d_in, then.d_out), f"size {then.d_out} -> {f.d_out}"
+        base_in, base_out = self._find(f.layer)
+        if base_out is None:
+            if rate(rule, d_in, 1) != rate(rule, d_in, 2):
+                raise RuleError(
+                    f"the {rule} rule needs d_in and d_out of {f.layer} at the base width: "
+                    "give base={name: (d_in, d_out)} or a base model"
+                )
+            base_out = d_out
+        ratio = rate(rule, d_in, d_out) / rate(rule, base_in, base_out)
+        return ratio, f"width {base_in} -> {d_in}"
+
+    def _find(self, layer: str) -> tuple[int, int | None]:
+        """The base's layer of this name, or the fused one that it was split from."""
+        assert self.given is not None
+        name = layer
+        while name not in self.given and "." in name:
+            name = name.rpartition(".")[0]
+        if name not in self.given:
+            raise RuleError(f"base has no layer {layer!r}: {suggest(layer, self.given)}")
+        return self.given[name]
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    root = "module." if isinstance(model, nn.parallel.DistributedDataParallel) else ""
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix(root), parameter
+
+
+def _ties(model: nn.Module) -> dict[int, list[str]]:
+    """Names of each parameter that has more than one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(canonical(name))
+    return {i: found for i, found in names.items() if len(found) > 1}
+
+
+def _facts(model: nn.Module) -> dict[str, _Facts]:
+    """Facts about every parameter, by canonical name."""
+    found: dict[str, _Facts] = {}
+    for name, module in modules(model):
+        prefix = f"{name}." if name else ""
+        for key, f in _owned(name, module).items():
+            found.setdefault(prefix + key, f)
+    return found
+
+
+def _owned(name: str, module: nn.Module) -> dict[str, _Facts]:
+    """Facts about the parameters that one module owns."""
+    if isinstance(module, StructuredLinear):
+        return _structured(name, module)
+    facts = {}
+    for key, p in module.named_parameters(recurse=False):
+        d_in, d_out, kind = 1, p.shape[-1] if p.dim() else 1, "vector: one number a feature"
+        matrix = False
+        if isinstance(module, nn.Linear) and key == "weight":
+            d_out, d_in = p.shape
+            matrix, kind = True, "dense"
+        elif is_conv1d(module) and key == "weight":
+            d_in, d_out = p.shape
+            matrix, kind = True, "dense (Conv1D)"
+        elif isinstance(module, nn.modules.conv._ConvNd) and key == "weight":
+            d_in, d_out = p[0].numel(), p.shape[0]
+            matrix, kind = True, "convolution"
+        elif isinstance(module, nn.MultiheadAttention) and key.endswith("proj_weight"):
+            d_out, d_in = p.shape
+            d_out = d_out // 3 if key == "in_proj_weight" else d_out
+            matrix, kind = True, "dense (attention)"
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            kind = "embedding: one row a token"
+        elif p.dim() >= 2:
+            kind = "bare parameter: taken for a table, not a matrix"
+        facts[key] = _Facts(kind, name, d_in, d_out, matrix, decays=p.dim() >= 2)
+    return facts
+
+
+def _structured(name: str, module: StructuredLinear) -> dict[str, _Facts]:
+    chain = module.chain
+    facts = {
+        f"factors.{f.name}": _Facts(
+            f"factor of {module.structure}", name, f.d_in, f.d_out, True, True, chain, f.name, init_std(f)
+        )
+        for f in chain.factors
+    }
+    facts |= {f"gains.{key}": _Facts("gain: the base rate", name, 1, 1, False, False) for key in module.gains}
+    facts["bias"] = _Facts("vector: one number a feature", name, 1, module.out_features, False, False)
+    return facts

@@ -1,0 +1,157 @@
+"""From a dense matrix to the factors of a structure, with the error.
+
+The chain says how. Written over its axes the matrix is a tensor; the factor that acts first and all
+the later ones together are two halves of it. Axes of the matrix that both halves have make
+independent blocks; axes that only the halves have are the bond between them. Each block is an
+ordinary matrix, and its truncated SVD is the best split. The rest is treated the same way until one
+factor is left. With two factors the result is optimal in Frobenius norm: low rank, Kronecker (Van
+Loan), Monarch, two-core Tensor-Train and BTT. With more it is the paper's greedy recursion. One
+exception: a structure that shares its factors and is padded (Kronecker and Tensor-Train of sizes that
+do not split) also fits the padding's zeros, and comes out near the best rather than at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from buttress import ops
+from buttress.chain import Axes, Chain, Factor
+from buttress.errors import ShapeError
+from buttress.structures import Structure
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Factors by name, each (blocks, d_out, d_in), and how far from the matrix they are."""
+
+    factors: dict[str, Tensor]
+    relative_error: float
+    """Frobenius norm of the difference over that of the matrix."""
+
+
+@torch.no_grad()
+def project(structure: Structure, weight: Tensor) -> Projection:
+    """The matrix of this structure nearest to `weight`, of shape (d_out, d_in).
+
+    Law: project(s, dense form of project(s, W)) has error 0, and W of the structure is found exactly.
+    """
+    if weight.dim() != 2:
+        raise ShapeError(f"project takes a (d_out, d_in) matrix, got a tensor of shape {tuple(weight.shape)}")
+    d_out, d_in = weight.shape
+    chain = structure.chain(d_in, d_out)
+    exact = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    pad_in, pad_out = chain.padding
+    tensor, axes = _on_axes(chain, F.pad(exact, (0, pad_in, 0, pad_out)))
+    # Where an axis of x and y belongs to no factor, the best entry is the mean over the real ones.
+    copies, _ = _on_axes(chain, F.pad(torch.ones_like(exact), (0, pad_in, 0, pad_out)))
+    tensor = tensor / copies.clamp_min(1)
+    if any(f.regroup for f in chain.factors):
+        tensors = _deal(chain, tensor, axes)
+    else:
+        tensors = _peel(chain, chain.factors, tensor, axes)
+    error = torch.linalg.norm(ops.dense(chain, tensors) - exact) / torch.linalg.norm(exact).clamp_min(1e-30)
+    found = {f.name: t.to(weight.dtype) for f, t in zip(chain.factors, tensors, strict=True)}
+    return Projection(found, error.item())
+
+
+def _on_axes(chain: Chain, weight: Tensor) -> tuple[Tensor, Axes]:
+    """The padded matrix over y and x axes.
+
+    An axis of both (never contracted) is read along its diagonal, and summed if no factor has it.
+    """
+    source = chain.x
+    if chain.window:
+        n, w = chain.window
+        # Column (n + w - size // 2) of row n: the entry that window place w reads at n.
+        ring, size = chain.sizes[n], chain.sizes[w]
+        at = (torch.arange(ring)[:, None] + torch.arange(size) - size // 2) % ring
+        weight = weight.unflatten(1, [chain.sizes[a] for a in chain.x])
+        weight = weight.movedim(1 + chain.x.index(n), -1)[..., at.to(weight.device)].flatten(1)
+        source = (*(a for a in chain.x if a != n), n, w)
+    shape = [chain.sizes[a] for a in (*chain.y, *source)]
+    number = {a: i for i, a in enumerate(chain.sizes)}
+    both = tuple(dict.fromkeys((*chain.y, *source)))
+    letters = [number[a] for a in (*chain.y, *source)]
+    used = {a for f in chain.factors for a in f.axes}
+    kept = tuple(a for a in both if a in used)
+    return torch.einsum(weight.reshape(shape), letters, [number[a] for a in kept]), kept
+
+
+def _peel(chain: Chain, factors: tuple[Factor, ...], tensor: Tensor, axes: Axes) -> list[Tensor]:
+    first, *later = factors
+    if not later:
+        return [_fold(chain, first, tensor, axes)]
+    rest = dict.fromkeys(a for f in later for a in f.axes)
+    keep = tuple(a for a in axes if a in first.axes and a in rest)
+    bond = tuple(a for a in first.axes if a in rest and a not in axes)
+    mine = tuple(a for a in first.axes if a not in rest)
+    theirs = tuple(a for a in axes if a not in first.axes)
+    blocks = _permute(tensor, axes, (*keep, *theirs, *mine))
+    blocks = blocks.reshape(chain.size(keep), chain.size(theirs), chain.size(mine))
+    left, right = _truncated_svd(blocks, chain.size(bond))
+
+    def unfold(t: Tensor, names: Axes) -> Tensor:
+        return t.reshape([chain.sizes[a] for a in names])
+
+    mine_axes = (*keep, *bond, *mine)
+    done = _fold(chain, first, unfold(right, mine_axes), mine_axes)
+    rest_axes = (*keep, *theirs, *bond)
+    return [done, *_peel(chain, tuple(later), unfold(left, rest_axes), rest_axes)]
+
+
+def _deal(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
+    """Two factors with a regroup between: entry j of the middle joins one block of each.
+
+    All entries between the same two blocks are the bond of those blocks' part of the matrix, so
+    each part is split by an SVD of that many terms.
+    """
+    first, second = chain.factors
+    assert second.regroup is not None
+    old, new = second.regroup
+    middle = torch.arange(chain.size(old), device=tensor.device)
+    blocks_1 = _places(chain, middle, old, first.batch_axes)
+    blocks_2 = _places(chain, middle, new, second.batch_axes)
+    pair = blocks_1 * second.blocks + blocks_2
+    # Which of the entries between its two blocks each one is: 0, 1, ...
+    order = torch.sort(pair, stable=True).indices
+    counts = torch.bincount(pair, minlength=first.blocks * second.blocks)
+    starts = counts.cumsum(0) - counts
+    term = torch.empty_like(pair)
+    term[order] = middle - starts[pair[order]]
+    wanted = (*first.batch_axes, *second.batch_axes, *second.out_axes, *first.in_axes)
+    parts = _permute(tensor, axes, wanted).reshape(-1, second.d_out, first.d_in)
+    left, right = _truncated_svd(parts, int(counts.max()))
+    found_1 = tensor.new_zeros(first.shape)
+    found_1[blocks_1, _places(chain, middle, old, first.out_axes)] = right[pair, term]
+    found_2 = tensor.new_zeros(second.shape)
+    found_2[blocks_2, :, _places(chain, middle, new, second.in_axes)] = left[pair, :, term]
+    return [found_1, found_2]
+
+
+def _places(chain: Chain, flat: Tensor, axes: Axes, wanted: Axes) -> Tensor:
+    """Index along `wanted` of each entry of a tensor flattened from `axes`."""
+    grid = torch.arange(chain.size(wanted), device=flat.device).reshape(
+        [chain.sizes[a] if a in wanted else 1 for a in axes]
+    )
+    return grid.expand([chain.sizes[a] for a in axes]).reshape(-1)[flat]
+
+
+def _truncated_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """blocks ~ left @ right of this rank, the singular values shared evenly; missing terms are zero."""
+    u, s, vh = torch.linalg.svd(blocks, full_matrices=False)
+    root = s[:, :rank].sqrt()
+    left, right = u[..., :rank] * root[:, None, :], vh[:, :rank] * root[..., None]
+    missing = rank - root.shape[1]
+    return F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
+
+
+def _fold(chain: Chain, factor: Factor, tensor: Tensor, axes: Axes) -> Tensor:
+    return _permute(tensor, axes, factor.axes).reshape(factor.shape)
+
+
+def _permute(tensor: Tensor, axes: Axes, wanted: Axes) -> Tensor:
+    return tensor.permute([axes.index(a) for a in wanted])

@@ -1,0 +1,45 @@
+"""W = U V with a narrow waist."""
+
+from math import ceil, isqrt, sqrt
+
+from buttress.chain import Chain
+from buttress.errors import StructureError
+from buttress.structures.base import Structure, positive, structure
+
+
+@structure
+class LowRank(Structure):
+    """U V of rank `rank`, or `fraction` of the smaller side; the paper's sqrt of it when neither is given."""
+
+    rank: int | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.fraction is not None:
+            raise StructureError(
+                f"LowRank: give rank or fraction, not both (rank={self.rank}, fraction={self.fraction})"
+            )
+        if self.rank is not None:
+            positive(self, rank=self.rank)
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise StructureError(f"LowRank: fraction must lie in (0, 1], got {self.fraction!r}")
+
+    def chain(self, d_in: int, d_out: int) -> Chain:
+        small = min(d_in, d_out)
+        if self.rank is not None:
+            rank = self.rank
+        elif self.fraction is not None:
+            # Rounded up, but 0.1 * 30 = 3.0000000000000004 is three.
+            rank = max(1, ceil(self.fraction * small - 1e-9))
+        else:
+            rank = isqrt(max(small, 1) - 1) + 1
+        return Chain.of(
+            d_in,
+            d_out,
+            x="d",
+            factors={"V": "r d", "U": "e r"},
+            y="e",
+            sizes={"d": d_in, "r": rank, "e": d_out},
+            # The rule's sqrt(r) / d_in vanishes with a zero-started U when r = sqrt(d): the paper's exception.
+            std={"V": 1 / sqrt(max(d_in, 1))},
+        )

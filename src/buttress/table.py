@@ -1,0 +1,43 @@
+"""Plain-text tables: what `replace_`, `explain` and `cost` print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+
+def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
+    """A table of dataclass instances, one column a field; numbers to the right, an optional last line of totals."""
+    if not rows:
+        return "(nothing)"
+    first = rows[0]
+    assert is_dataclass(first)
+    names = [f.name for f in fields(first)]
+    cells = [[show(getattr(row, name)) for name in names] for row in rows]
+    numeric = [all(isinstance(getattr(row, n), int | float | None) for row in rows) for n in names]
+    lines = [[n.replace("_", " ") for n in names], *cells, *([list(total)] if total else [])]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+
+    def text(line: Sequence[str]) -> str:
+        parts = (c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, numeric, strict=True))
+        return "  ".join(parts).rstrip()
+
+    rule = "-" * len(text(["x" * w for w in widths]))
+    body = [text(line) for line in cells]
+    return "\n".join([text(lines[0]), rule, *body, *([rule, text(total)] if total else [])])
+
+
+def show(value: Any) -> str:
+    """A cell: thousands separated, floats to four digits, nothing for None."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else ""
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.4g}"
+        case _:
+            return str(value)

@@ -1,0 +1,23 @@
+"""What every test stands on: fixed seeds, double precision where it matters, optional libraries made importable."""
+
+import contextlib
+
+import pytest
+import torch
+
+# torchvision's CUDA build does not load beside a CPU build of torch, and its fake kernels then find no
+# operators to attach to, which takes timm and transformers down. With the schemas declared they import;
+# nothing here calls those operators.
+with contextlib.suppress(RuntimeError):
+    _library = torch.library.Library("torchvision", "FRAGMENT")
+    for _schema in (
+        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    ):
+        with contextlib.suppress(RuntimeError):
+            _library.define(_schema)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
