@@ -125,36 +125,41 @@ class ProjectedAttention(nn.MultiheadAttention):
             dense.in_proj_weight = nn.Parameter(packed, requires_grad=q.weight.requires_grad)
         else:
             for name, part in (("q_proj_weight", q), ("k_proj_weight", k), ("v_proj_weight", v)):
-                dense.register_parameter(name, part.weight)
+                setattr(dense, name, part.weight)
         if q.bias is not None:
-            dense.in_proj_bias = nn.Parameter(torch.cat([m.bias.detach() for m in (q, k, v)]))
-        dense.out_proj.register_parameter("weight", out.weight)
-        dense.out_proj.register_parameter("bias", out.bias)
+            packed = torch.cat([m.bias.detach() for m in (q, k, v)])
+            dense.in_proj_bias = nn.Parameter(packed, requires_grad=q.bias.requires_grad)
+        dense.out_proj.weight, dense.out_proj.bias = out.weight, out.bias
         dense.bias_k, dense.bias_v = self.bias_k, self.bias_v
         return dense.train(self.training)
 
 
-def unpacked(source: nn.MultiheadAttention) -> dict[str, nn.Linear]:
-    """The four projections of an nn.MultiheadAttention as linear layers that view its weights."""
+def unpacked(source: nn.MultiheadAttention, *, copy: bool = False) -> dict[str, nn.Linear]:
+    """The four projections of an nn.MultiheadAttention as linear layers: views of its weights, or copies."""
     if source._qkv_same_embed_dim:
         weights: Sequence[Tensor] = source.in_proj_weight.detach().chunk(3)
     else:
         weights = [w.detach() for w in (source.q_proj_weight, source.k_proj_weight, source.v_proj_weight)]
-    biases = [None] * 3 if source.in_proj_bias is None else source.in_proj_bias.detach().chunk(3)
-    trainable = next(source.parameters()).requires_grad
+    packed = source.in_proj_bias
+    biases: Sequence[Tensor | None] = [None] * 3 if packed is None else packed.detach().chunk(3)
+    trainable = any(
+        p.requires_grad for k, p in source._parameters.items() if k.endswith("proj_weight") and p is not None
+    )
     parts = {}
     for name, weight, bias in zip(PROJECTIONS, weights, biases, strict=False):
-        parts[name] = linear_of(weight, bias, requires_grad=trainable)
-    parts["out_proj"] = linear_of(
-        source.out_proj.weight.detach(), source.out_proj.bias, requires_grad=source.out_proj.weight.requires_grad
-    )
+        own = weight.clone() if copy else weight
+        moved = None if bias is None else nn.Parameter(bias.clone(), packed is not None and packed.requires_grad)
+        parts[name] = linear_of(own, moved, requires_grad=trainable).train(source.training)
+    last = source.out_proj
+    # This one is a module of its own already, and stays the same where nobody replaces it.
+    parts["out_proj"] = linear_of(last.weight, last.bias).train(source.training)
     return parts
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, *, requires_grad: bool = True) -> nn.Linear:
-    """An nn.Linear around tensors that exist; a bias that is a Parameter stays that very Parameter."""
+    """An nn.Linear around tensors that exist; what is a Parameter stays that very Parameter."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight, requires_grad=requires_grad)
+    linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=requires_grad)
     if bias is not None:
         linear.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=requires_grad)
     return linear

@@ -16,9 +16,10 @@ groups. This module uses the standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from buttress.errors import ChainError
 
@@ -88,6 +89,8 @@ class Chain:
     axis_sizes: tuple[tuple[str, int], ...]
     window: tuple[str, str] | None = None
     """(n, w): axis n of x is read through a circular window, which creates axis w."""
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What implementations have worked out about this chain. A chain never changes, so neither does this."""
 
     @classmethod
     def of(
@@ -191,13 +194,12 @@ class Chain:
             window=pair,
         )
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
+        return self
 
-    @cached_property
-    def _hash(self) -> int:
-        # Layers look their layout up by chain on every call: hash the nested tuples once.
-        return hash((self.d_in, self.d_out, self.x, self.y, self.factors, self.axis_sizes, self.window))
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Only what the chain states; the rest is derived again.
+        return (type(self), (self.d_in, self.d_out, self.x, self.y, self.factors, self.axis_sizes, self.window))
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:

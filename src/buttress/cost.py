@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -69,15 +65,18 @@ def cost(model: nn.Module, *example_inputs: Any) -> Cost:
     saves, each storage once, parameters and buffers not counted, in the model's present mode
     (train or eval) with gradients on.
     """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # A copy with fake parameters; the model itself is not touched, and other tensors in it stay real.
+    memo = {id(t): fake.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
+    stand_in = copy.deepcopy(model, memo)
+    inputs = tree_map_only(Tensor, fake.from_tensor, example_inputs)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            # A copy with fake parameters; the model itself is not touched.
-            memo = {id(t): fake.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
-            model_like = copy.deepcopy(model, memo)
-            inputs = tree_map_only(Tensor, lambda t: fake.from_tensor(t, static_shapes=True), example_inputs)
-            return _count(model_like, inputs)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        # The model looks at values, which fake tensors do not have.
+        with fake:
+            return _count(stand_in, inputs)
+    except Exception:
+        if any(p.is_meta for p in model.parameters()):
+            raise
+        # The model looks at values, which fake tensors do not have (or is broken, which this will tell).
         return _count(copy.deepcopy(model), example_inputs)
 
 

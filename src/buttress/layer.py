@@ -55,6 +55,7 @@ class StructuredLinear(nn.Module):
         self.out_features = out_features
         self.structure = structure
         self.chain: Chain = structure.chain(in_features, out_features)
+        ops.prepare(self.chain)
         self.zero_init = zero_init
         self.normalize = normalize
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -68,6 +69,10 @@ class StructuredLinear(nn.Module):
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **where)) if bias else None)
         self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        ops.prepare(self.chain)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

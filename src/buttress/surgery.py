@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from buttress.attention import PROJECTIONS, ProjectedAttention, SplitLinear, linear_of, unpacked
 from buttress.errors import ButtressError, PlanError
 from buttress.layer import StructuredLinear
-from buttress.naming import first_match, is_conv1d, modules, suggest
+from buttress.naming import first_match, modules, suggest
 from buttress.project import project
+from buttress.sites import Site, find, put, unique
 from buttress.structures import Structure, parse
 from buttress.table import render, show
 
@@ -66,8 +66,8 @@ class PlanEntry:
     name: str
     structure: Structure
     normalize: bool = False
-    zero_init: bool | None = None
-    """None: as the dense weight says, zero for zero."""
+    zero_init: tuple[bool, ...] | None = None
+    """For each part, whether it starts at zero. None: as the dense weight says."""
     split: tuple[int, ...] | None = None
     """Output sizes of the parts that a fused layer is split into."""
 
@@ -89,14 +89,14 @@ class Plan:
         """The plan that leads from the dense model to this one."""
         entries = []
         inside: tuple[str, ...] = ()
-        for name, module in _unique(model):
+        for name, module in unique(model):
             if isinstance(module, SplitLinear):
-                part = module.parts[0]
-                assert isinstance(part, StructuredLinear)
-                entries.append(PlanEntry(name, part.structure, part.normalize, part.zero_init, module.sizes))
+                parts = [p for p in module.parts if isinstance(p, StructuredLinear)]
+                zeros = tuple(p.zero_init for p in parts)
+                entries.append(PlanEntry(name, parts[0].structure, parts[0].normalize, zeros, module.sizes))
                 inside += (f"{name}.",)
             elif isinstance(module, StructuredLinear) and not name.startswith(inside):
-                entries.append(PlanEntry(name, module.structure, module.normalize, module.zero_init))
+                entries.append(PlanEntry(name, module.structure, module.normalize, (module.zero_init,)))
         return cls(tuple(entries))
 
     def to_json(self) -> str:
@@ -116,35 +116,27 @@ class Plan:
                 f"this plan is of format {data['format']!r}, version {data['version']!r}; "
                 "buttress-plan version 1 is understood"
             )
-        entries = []
-        for row in rows:
-            try:
-                split = tuple(row["split"]) if row.get("split") else None
-                entries.append(
-                    PlanEntry(row["name"], parse(row["structure"]), bool(row["normalize"]), row["zero_init"], split)
-                )
-            except (KeyError, TypeError):
-                raise PlanError(f"a layer of this plan lacks a field: {row!r}") from None
-        return cls(tuple(entries))
+        if not isinstance(rows, list):
+            raise PlanError(f"the layers of a plan are a list, got {rows!r}")
+        return cls(tuple(_entry(row) for row in rows))
 
     def apply_(self, model: nn.Module, *, init: Init = "mup") -> Report:
         """Replace exactly these layers; on the meta device nothing is computed or held."""
         return replace_(model, self, init=init)
 
 
-@dataclass(frozen=True)
-class _Site:
-    """A linear layer where it stands: as a dense layer to read, and the way to put another in its place."""
-
-    name: str
-    kind: str
-    owner: nn.Module
-    """The module that goes."""
-    weight: Tensor
-    """Its weight as the model holds it."""
-    linear: nn.Linear
-    """The same as an ordinary layer; the module itself where it is one."""
-    put: Callable[[nn.Module], None]
+def _entry(row: Any) -> PlanEntry:
+    try:
+        parts, zeros = row["split"], row["zero_init"]
+        return PlanEntry(
+            str(row["name"]),
+            parse(str(row["structure"])),
+            bool(row["normalize"]),
+            None if zeros is None else tuple(bool(z) for z in zeros),
+            None if parts is None else tuple(int(n) for n in parts),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"a layer of this plan cannot be read ({error}): {row!r}") from None
 
 
 def replace_(
@@ -153,7 +145,7 @@ def replace_(
     *,
     init: Init = "mup",
     normalize: bool = False,
-    split: Mapping[str, int | tuple[int, ...]] | None = None,
+    split: Mapping[str, int | Sequence[int]] | None = None,
     dry_run: bool = False,
 ) -> Report:
     """Replace linear layers by structured ones, in place; if anything fails the model is as it was.
@@ -169,53 +161,38 @@ def replace_(
     """
     if init not in ("mup", "project"):
         raise PlanError(f"init must be 'mup' or 'project', got {init!r}")
-    sites = {site.name: site for site in _sites(model)}
+    sites = find(model)
     entries = _entries(model, plan, sites, normalize, split or {})
-    if any(sites[e.name].owner is model for e in entries):
-        raise PlanError(
-            "the model is itself one layer, which cannot be replaced in place: "
-            "use StructuredLinear.from_dense, or wrap it in nn.Sequential"
-        )
-    if not entries:
-        raise PlanError(
-            "nothing to replace: "
-            + ("the model has no linear layer besides its head" if sites else "the model has no linear layer")
-        )
-    made: list[tuple[_Site, nn.Module]] = []
+    made: list[tuple[Site, nn.Module]] = []
     rows: list[ReplacedRow] = []
     for entry in entries:
         site = sites[entry.name]
         try:
-            module, described = _build(site, entry, init)
+            module, described = _build(model, site, entry, init, dry_run)
         except ButtressError as error:
-            raise PlanError(f"{entry.name}: {error}; the model is unchanged") from error
+            raise PlanError(f"{entry.name or '(model)'}: {error}; the model is unchanged") from error
         made.append((site, module))
         rows += described
-    tied = _tied(model, [site for site, _ in made])
-    # A weight that something else holds too stays; one that two of these layers share goes once.
-    leaving = {id(site.linear.weight): site.linear.weight.numel() for site, _ in made if site.name not in tied.staying}
-    biases = sum(site.linear.bias.numel() for site, _ in made if site.linear.bias is not None)
-    before = _count(model)
-    after = before - sum(leaving.values()) + sum(r.params_after for r in rows) - biases
-    report = Report(tuple(rows), before, after)
-    if dry_run:
-        return report
-    _swap(model, made, tied)
+    report = Report(tuple(rows), _count(model), _count_after(model, made))
+    if not dry_run:
+        _swap(model, made)
     return report
 
 
 def densify_(model: nn.Module) -> nn.Module:
     """Turn every structured layer back into nn.Linear (attention into nn.MultiheadAttention), in place."""
+    if isinstance(model, SplitLinear | StructuredLinear | ProjectedAttention):
+        raise PlanError("the model is itself one structured layer, which cannot be turned in place: use to_dense()")
     inside: tuple[str, ...] = ()
-    for name, module in list(_unique(model)):
+    for name, module in list(unique(model)):
         if name.startswith(inside):
             continue
         if isinstance(module, ProjectedAttention):
             inside += (f"{name}.",)
-            _put(model, name, module.packed({p: _dense(getattr(module, p)) for p in PROJECTIONS}))
+            put(model, name, module.packed({p: _dense(getattr(module, p)) for p in PROJECTIONS}))
         elif isinstance(module, SplitLinear | StructuredLinear):
             inside += (f"{name}.",)
-            _put(model, name, _dense(module))
+            put(model, name, _dense(module))
     _fast_paths(model)
     return model
 
@@ -225,60 +202,27 @@ def _dense(module: nn.Module) -> nn.Linear:
         return module
     if isinstance(module, SplitLinear):
         parts = [_dense(part) for part in module.parts]
-        bias = torch.cat([p.bias.detach() for p in parts]) if parts[0].bias is not None else None
-        return linear_of(
-            torch.cat([p.weight.detach() for p in parts]), bias, requires_grad=parts[0].weight.requires_grad
-        )
+        weight = torch.cat([p.weight.detach() for p in parts])
+        bias = None
+        if parts[0].bias is not None:
+            bias = nn.Parameter(torch.cat([p.bias.detach() for p in parts]), parts[0].bias.requires_grad)
+        linear = linear_of(weight, bias, requires_grad=parts[0].weight.requires_grad)
+        return linear.train(module.training)
     assert isinstance(module, StructuredLinear)
     trainable = next(iter(module.factors.values())).requires_grad
     linear = linear_of(module.to_dense().detach().contiguous(), module.bias, requires_grad=trainable)
     return linear.train(module.training)
 
 
-def _unique(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, under the first of its names."""
-    seen: set[int] = set()
-    for name, module in modules(model):
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield name, module
-
-
-def _sites(model: nn.Module) -> Iterator[_Site]:
-    """Every linear layer that can be replaced, in the model's order."""
-    inside: tuple[str, ...] = ()
-    for name, module in _unique(model):
-        if name.startswith(inside):
-            continue
-        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, ProjectedAttention):
-            inside += (f"{name}." if name else "",)
-            for projection, linear in unpacked(module).items():
-                yield _Site(
-                    f"{name}.{projection}" if name else projection,
-                    f"{type(module).__name__}.{projection}",
-                    module,
-                    module.out_proj.weight if projection == "out_proj" else next(module.parameters(recurse=False)),
-                    linear,
-                    partial(_put_projection, model, name, projection),
-                )
-        elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            weight = module.weight
-            yield _Site(name, type(module).__name__, module, weight, module, partial(_put, model, name))
-        elif is_conv1d(module):
-            assert isinstance(module.weight, nn.Parameter)
-            assert isinstance(module.bias, nn.Parameter)
-            linear = linear_of(module.weight.detach().T, module.bias, requires_grad=module.weight.requires_grad)
-            weight = module.weight
-            yield _Site(name, type(module).__name__, module, weight, linear, partial(_put, model, name))
-
-
 def _entries(
     model: nn.Module,
     plan: Structure | Mapping[str, Structure | None] | Plan,
-    sites: Mapping[str, _Site],
+    sites: Mapping[str, Site],
     normalize: bool,
-    split: Mapping[str, int | tuple[int, ...]],
+    split: Mapping[str, int | Sequence[int]],
 ) -> list[PlanEntry]:
+    if not sites:
+        raise PlanError("nothing to replace: the model has no linear layer")
     splits, unused = first_match(split, sites)
     for glob in unused:
         raise PlanError(f"split: no linear layer matches {glob!r}; {suggest(glob, sites)}")
@@ -311,19 +255,40 @@ def _entries(
     entries = []
     for name, structure in chosen.items():
         if structure is not None:
-            sizes = _sizes(name, splits[name], sites[name].linear.out_features) if name in splits else None
-            entries.append(PlanEntry(name, structure, normalize, None, sizes))
+            parts = _parts(name, splits[name], sites[name]) if name in splits else None
+            entries.append(PlanEntry(name, structure, normalize, None, parts))
+    if not entries:
+        only = (
+            "the model has no linear layer besides its head" if isinstance(plan, Structure) else "all is left as it is"
+        )
+        raise PlanError(f"nothing to replace: {only}")
+    replaced = {e.name for e in entries}
+    for name in splits:
+        if name not in replaced:
+            raise PlanError(f"split: {name} is not replaced by the plan, so it cannot be split")
     return entries
 
 
-def _sizes(name: str, parts: int | tuple[int, ...], out: int) -> tuple[int, ...]:
-    sizes = parts if isinstance(parts, tuple) else (out // parts,) * parts
-    if sum(sizes) != out or min(sizes) < 1:
-        raise PlanError(f"split: {name} has {out} outputs, which {parts!r} does not divide up")
+def _parts(name: str, parts: int | Sequence[int], site: Site) -> tuple[int, ...]:
+    """Output sizes of the parts of a fused layer."""
+    if site.odd:
+        raise PlanError(f"{name}: {site.odd}")
+    out = site.read().out_features
+    if isinstance(parts, int) and parts >= 1:
+        sizes = (out // parts,) * parts
+    elif isinstance(parts, tuple | list) and parts and all(isinstance(n, int) and n >= 1 for n in parts):
+        sizes = tuple(parts)
+    else:
+        sizes = ()
+    if sum(sizes) != out:
+        raise PlanError(
+            f"split: {name} has {out} outputs: give a number of equal parts or a tuple of sizes that add up to it, "
+            f"got {parts!r}"
+        )
     return sizes
 
 
-def _head(model: nn.Module, sites: Mapping[str, _Site]) -> str | None:
+def _head(model: nn.Module, sites: Mapping[str, Site]) -> str | None:
     """Name of the output layer: what the model itself calls so, else the last linear layer."""
     names = {id(m): n for n, m in modules(model)}
     for method in ("get_output_embeddings", "get_classifier"):
@@ -338,20 +303,47 @@ def _head(model: nn.Module, sites: Mapping[str, _Site]) -> str | None:
     return next(reversed(list(sites)), None)
 
 
-def _build(site: _Site, entry: PlanEntry, init: Init) -> tuple[nn.Module, list[ReplacedRow]]:
-    linear = site.linear
-    _refuse_odd(linear)
+def _build(
+    model: nn.Module, site: Site, entry: PlanEntry, init: Init, dry_run: bool
+) -> tuple[nn.Module, list[ReplacedRow]]:
+    if site.owner in (model, model._modules.get("_orig_mod")):
+        raise PlanError(
+            "the model is itself one layer, which cannot be replaced in place: use StructuredLinear.from_dense, "
+            "or wrap it in nn.Sequential"
+        )
+    if site.odd:
+        raise PlanError(site.odd)
+    linear = site.read()
     sizes = entry.split or (linear.out_features,)
     if sum(sizes) != linear.out_features:
         raise PlanError(f"the plan splits it into {sizes}, but it has {linear.out_features} outputs")
+    if entry.zero_init is not None and len(entry.zero_init) != len(sizes):
+        raise PlanError(f"the plan gives {len(entry.zero_init)} zero starts for {len(sizes)} parts")
     weights = linear.weight.detach().split(list(sizes))
-    biases = linear.bias.detach().split(list(sizes)) if linear.bias is not None else [None] * len(sizes)
+    # The bias of an unsplit layer stays the same Parameter: whoever shares it still does.
+    biases: list[nn.Parameter | None] = [None] * len(sizes)
+    if linear.bias is not None:
+        whole = linear.bias
+        pieces = whole.detach().split(list(sizes))
+        biases = [whole] if len(sizes) == 1 else [nn.Parameter(b.clone(), whole.requires_grad) for b in pieces]
     parts: list[nn.Module] = []
     rows = []
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        # The bias of an unsplit layer stays the same Parameter: whoever shares it still does.
-        whole_bias = linear.bias if len(sizes) == 1 else bias
-        layer, error = _structured(weight, whole_bias, entry, init, linear.weight.requires_grad)
+        zero = entry.zero_init[i] if entry.zero_init else not weight.is_meta and not bool(weight.any())
+        layer = StructuredLinear(
+            weight.shape[1],
+            weight.shape[0],
+            entry.structure,
+            bias=False,
+            zero_init=zero,
+            normalize=entry.normalize,
+            device="meta" if dry_run else weight.device,
+            dtype=weight.dtype,
+        )
+        error = _fill(layer, weight, dry_run) if init == "project" else None
+        for part in (layer.factors, layer.gains):
+            part.requires_grad_(linear.weight.requires_grad)
+        layer.bias = bias
         pads = layer.chain.padding
         rows.append(
             ReplacedRow(
@@ -363,7 +355,7 @@ def _build(site: _Site, entry: PlanEntry, init: Init) -> tuple[nn.Module, list[R
                 macs_before=weight.numel(),
                 macs_after=layer.chain.macs,
                 padding=f"in +{pads[0]}, out +{pads[1]}" if any(pads) else "",
-                zero_start=layer.zero_init,
+                zero_start=zero,
                 projection_error=error,
             )
         )
@@ -371,128 +363,97 @@ def _build(site: _Site, entry: PlanEntry, init: Init) -> tuple[nn.Module, list[R
     return (parts[0] if len(sizes) == 1 else SplitLinear(parts).train(linear.training)), rows
 
 
-def _structured(
-    weight: Tensor, bias: Tensor | None, entry: PlanEntry, init: Init, trainable: bool
-) -> tuple[StructuredLinear, float | None]:
-    zero = entry.zero_init
-    if zero is None:
-        zero = not weight.is_meta and not bool(weight.any())
-    layer = StructuredLinear(
-        weight.shape[1],
-        weight.shape[0],
-        entry.structure,
-        bias=False,
-        # A zero start is a way to begin training; projected weights begin where the old ones were.
-        zero_init=zero,
-        normalize=entry.normalize,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
-    error = 0.0 if init == "project" else None
-    if init == "project" and not zero:
-        if weight.is_meta:
-            raise PlanError("init='project' needs the weights, but the model is on the meta device")
-        found = project(entry.structure, weight)
+def _fill(layer: StructuredLinear, weight: Tensor, dry_run: bool) -> float:
+    """Give a layer the factors nearest to a weight; returns the relative error."""
+    if weight.is_meta:
+        raise PlanError("init='project' needs the weights, but the model is on the meta device")
+    found = project(layer.structure, weight)
+    if not dry_run:
         layer.assign(found.factors)
-        error = found.relative_error
-    if bias is not None:
-        layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias.clone())
-    if not trainable:
-        for part in (layer.factors, layer.gains):
-            part.requires_grad_(False)
-    return layer, error
+    return found.relative_error
 
 
-def _refuse_odd(linear: nn.Linear) -> None:
-    if parametrize.is_parametrized(linear):
-        raise PlanError(
-            "its weight is parametrized (weight_norm, spectral_norm, ...): remove that first with "
-            "torch.nn.utils.parametrize.remove_parametrizations, or leave the layer out of the plan"
-        )
-    if isinstance(linear.weight, nn.UninitializedParameter):
-        raise PlanError("it is lazy and has no size yet: run the model once before replacing")
+def _count_after(model: nn.Module, made: list[tuple[Site, nn.Module]]) -> int:
+    """Parameters of the model once the new modules are in place, each counted once."""
+    going = {id(part) for site, _ in made for part in site.owner.modules()}
+    left = {id(p): p for m in model.modules() if id(m) not in going for p in m.parameters(recurse=False)}
+    left |= {id(p): p for _, module in made for p in module.parameters()}
+    total = sum(_size(p) for p in left.values())
+    replaced = {site.name for site, _ in made}
+    attentions = {id(site.owner): (site.name.rpartition(".")[0], site.owner) for site, _ in made}
+    for name, owner in attentions.values():
+        if isinstance(owner, nn.MultiheadAttention):
+            # Projections that stay dense become layers of their own.
+            for projection, linear in unpacked(owner).items():
+                if (f"{name}.{projection}" if name else projection) not in replaced:
+                    total += _count(linear)
+            total += sum(_size(p) for p in (owner.bias_k, owner.bias_v) if p is not None)
+    return total
 
 
-def _swap(model: nn.Module, made: list[tuple[_Site, nn.Module]], tied: _Tied) -> None:
-    for name, others in tied.staying.items():
-        log.warning(
-            "%s shared its weight with %s: it has its own now, and the dense one stays there", name, ", ".join(others)
-        )
-    for names in tied.parted:
-        log.warning("%s shared one weight: each has its own now", ", ".join(names))
+def _swap(model: nn.Module, made: list[tuple[Site, nn.Module]]) -> None:
+    untied = _warn_of_ties(model, [site for site, _ in made])
     for site, module in made:
         site.put(module)
     config = getattr(model, "config", None)
-    if tied.staying and config is not None and getattr(config, "tie_word_embeddings", False):
+    if untied and config is not None and getattr(config, "tie_word_embeddings", False):
         # Or transformers would try to tie them again on the next save or load.
         config.tie_word_embeddings = False
     _fast_paths(model)
 
 
-@dataclass(frozen=True)
-class _Tied:
-    staying: dict[str, list[str]]
-    """Layers to be replaced whose weight other modules hold too, with the names of those weights."""
-    parted: list[list[str]]
-    """Groups of layers to be replaced that share one weight among themselves."""
-
-
-def _tied(model: nn.Module, sites: list[_Site]) -> _Tied:
+def _warn_of_ties(model: nn.Module, sites: list[Site]) -> bool:
+    """Say which layers shared a weight with something and will not from now on."""
     going = {id(part) for site in sites for part in site.owner.modules()}
     holders: dict[int, list[str]] = {}
-    for name, module in _unique(model):
-        for key, parameter in module.named_parameters(recurse=False):
-            if id(module) not in going:
+    for name, module in unique(model):
+        if id(module) not in going:
+            for key, parameter in module.named_parameters(recurse=False):
                 holders.setdefault(id(parameter), []).append(f"{name}.{key}")
-    staying = {site.name: holders[id(site.weight)] for site in sites if id(site.weight) in holders}
-    together: dict[int, list[str]] = {}
+    together: dict[int, dict[int, str]] = {}
+    untied = False
     for site in sites:
-        if site.linear is site.owner:
-            together.setdefault(id(site.weight), []).append(site.name)
-    return _Tied(staying, [names for names in together.values() if len(names) > 1])
+        if stays := holders.get(id(site.weight)):
+            untied = True
+            log.warning(
+                "%s shared its weight with %s: it has its own now, and the dense one stays there",
+                site.name,
+                ", ".join(stays),
+            )
+        together.setdefault(id(site.weight), {})[id(site.owner)] = site.name
+    for names in together.values():
+        if len(names) > 1:
+            log.warning("%s shared one weight: each has its own now", ", ".join(names.values()))
+    return untied
 
 
 def _fast_paths(model: nn.Module) -> None:
     """Switch torch's fused encoder layers off where they would read weights past our modules, else on."""
-    for module in model.modules():
+    # Layers before the encoders that hold them, because an encoder asks its layers.
+    for module in reversed(list(model.modules())):
+        ours = any(isinstance(m, StructuredLinear) for m in module.modules())
         if isinstance(module, nn.TransformerEncoderLayer):
-            ours = any(isinstance(m, StructuredLinear) for m in module.modules())
             if ours:
                 module.activation_relu_or_gelu = 0
             elif module.activation_relu_or_gelu == 0:
                 known = {torch.nn.functional.relu: 1, torch.nn.functional.gelu: 2}
                 kinds = {nn.ReLU: 1, nn.GELU: 2}
                 module.activation_relu_or_gelu = known.get(module.activation, kinds.get(type(module.activation), 0))
-        elif isinstance(module, nn.TransformerEncoder) and any(
-            isinstance(m, StructuredLinear) for m in module.modules()
-        ):
-            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = not ours and _takes_nested(module)
 
 
-def _put(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put a module under this name, and under every other name of the module that stood there."""
-    old = _get(model, name)
-    for parent in list(model.modules()):
-        for child, module in list(parent._modules.items()):
-            if module is old:
-                parent._modules[child] = new
-
-
-def _put_projection(model: nn.Module, name: str, projection: str, new: nn.Module) -> None:
-    attention = _get(model, name)
-    if not isinstance(attention, ProjectedAttention):
-        assert isinstance(attention, nn.MultiheadAttention)
-        attention = ProjectedAttention(attention, dict(unpacked(attention)))
-        _put(model, name, attention)
-    setattr(attention, projection, new)
-
-
-def _get(model: nn.Module, name: str) -> nn.Module:
-    for found, module in modules(model):
-        if found == name:
-            return module
-    raise PlanError(f"no module named {name!r}")
+def _takes_nested(encoder: nn.TransformerEncoder) -> bool:
+    """What torch itself decides for an encoder of such layers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it decides against
+        fresh = nn.TransformerEncoder(encoder.layers[0], 0, enable_nested_tensor=encoder.enable_nested_tensor)
+    return bool(fresh.use_nested_tensor)
 
 
 def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    return sum(_size(p) for p in module.parameters())
+
+
+def _size(parameter: Tensor) -> int:
+    return 0 if isinstance(parameter, nn.UninitializedParameter) else parameter.numel()

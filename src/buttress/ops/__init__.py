@@ -19,7 +19,13 @@ from buttress.ops import bmm, reference
 Impl = Literal["reference", "bmm"]
 IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply}
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense"]
+__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "prepare"]
+
+
+def prepare(chain: Chain) -> None:
+    """Work out a chain's layouts now, so that a compiler that traces `apply` finds them ready."""
+    bmm.prepare(chain)
+    _ = chain.padding, chain.sizes
 
 
 def apply(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ TOKENS = "tokens"
 
 def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """(tokens, padded d_in) -> (tokens, padded d_out)."""
-    how = layout(chain)
+    how: Layout = chain.memo.get("bmm") or prepare(chain)
     if how.plain:
         for weight in factors:
             x = F.linear(x, weight[0])
@@ -76,9 +75,8 @@ class Layout:
     d_out: int
 
 
-@lru_cache(maxsize=4096)
-def layout(chain: Chain) -> Layout:
-    """Choose the orders of axes for a chain."""
+def prepare(chain: Chain) -> Layout:
+    """Choose the orders of axes for a chain, once."""
 
     def sizes(axes: Axes) -> tuple[int, ...]:
         return tuple(chain.sizes[a] for a in axes)
@@ -114,13 +112,14 @@ def layout(chain: Chain) -> Layout:
             )
         )
         held = (*made, TOKENS)
-    return Layout(
+    chain.memo["bmm"] = Layout(
         plain=not any(f.batch_axes or f.shared_axes or f.regroup for f in chain.factors),
         split=sizes(chain.x),
         steps=tuple(steps),
         order=_order(held, (TOKENS, *chain.y)),
         d_out=chain.size(chain.y),
     )
+    return chain.memo["bmm"]  # type: ignore[no-any-return]
 
 
 def _order(held: Axes, wanted: Axes) -> tuple[int, ...]:
