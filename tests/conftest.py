@@ -18,6 +18,10 @@ with contextlib.suppress(RuntimeError):
             _library.define(_schema)
 
 
+# The matrices here are small and the tests run in two processes: a second thread would only wait.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -285,7 +285,7 @@ def _check_sizes(used: set[str], sizes: Mapping[str, int]) -> None:
     if missing := used - set(sizes):
         raise ChainError(f"no size given for axis {sorted(missing)}")
     for axis in sorted(used):
-        if not isinstance(sizes[axis], int) or sizes[axis] < 1:
+        if not isinstance(sizes[axis], int) or isinstance(sizes[axis], bool) or sizes[axis] < 1:
             raise ChainError(f"axis {axis} must have a size >= 1, got {sizes[axis]!r}")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from buttress import ops
 from buttress.chain import Chain, Factor
-from buttress.errors import ShapeError
+from buttress.errors import ShapeError, StructureError
 from buttress.project import project
 from buttress.scaling import init_std
 from buttress.structures import Structure
@@ -45,7 +45,7 @@ class StructuredLinear(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(structure, Structure):
-            raise ShapeError(
+            raise StructureError(
                 f"structure must be a Structure such as BTT(rank=2), got {structure!r}; use parse() for a text"
             )
         for label, size in (("in_features", in_features), ("out_features", out_features)):

@@ -15,18 +15,33 @@ T = TypeVar("T")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def canonical(name: str) -> str:
-    """A name without the levels that torch.compile, FSDP and activation checkpointing insert."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under each of its canonical names, the inner module where one wraps another."""
-    root = "module." if isinstance(model, nn.parallel.DistributedDataParallel) else ""
+    """Every module under each of its names, without the levels that wrappers insert.
+
+    torch.compile, DistributedDataParallel, FSDP and activation checkpointing put a module inside
+    another; both then have one name, and the inner one bears it.
+    """
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        found[canonical(name.removeprefix(root))] = module
+    _walk(model, "", found)
     yield from found.items()
+
+
+def _walk(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
+    found[name] = module
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        wrapped = key in _WRAPPERS or (key == "module" and isinstance(module, nn.parallel.DistributedDataParallel))
+        _walk(child, name if wrapped else f"{name}.{key}" if name else key, found)
+
+
+def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter under each of its names; one that is tied has several."""
+    return {
+        f"{name}.{key}" if name else key: parameter
+        for name, module in modules(model)
+        for key, parameter in module.named_parameters(recurse=False)
+    }
 
 
 def first_match(rules: Mapping[str, T], names: Iterable[str]) -> tuple[dict[str, T], list[str]]:

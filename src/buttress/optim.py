@@ -7,15 +7,16 @@ parameters, so the groups are right after deepcopy, torch.compile, fully_shard a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from buttress.attention import SplitLinear
 from buttress.chain import Chain
 from buttress.errors import RuleError
 from buttress.layer import StructuredLinear
-from buttress.naming import canonical, first_match, is_conv1d, modules, suggest
+from buttress.naming import first_match, is_conv1d, modules, parameters, suggest
 from buttress.scaling import init_std, lr_multiplier, rate
 from buttress.table import render
 
@@ -129,6 +130,8 @@ class _Facts:
     chain: Chain | None = None
     factor: str | None = None
     std: float | None = None
+    share: float = 1.0
+    """Which part of the outputs of a fused layer this one has."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -160,12 +163,15 @@ def _rates(
         raise RuleError(f"lr must be a number >= 0, got {lr!r}")
     rate(rule, 1, 1)
     facts = _facts(model)
-    named = {canonical(n): p for n, p in _named_parameters(model)}
+    names: dict[int, list[str]] = {}
+    for name, parameter in parameters(model).items():
+        names.setdefault(id(parameter), []).append(name)
+    every = parameters(model)
+    named = {found[0]: every[found[0]] for found in names.values()}
     extra, unused = first_match(scale or {}, named)
     if unused:
         raise RuleError(f"scale: no parameter matches {unused[0]!r}; {suggest(unused[0], named)}")
     widths = _Widths(base)
-    ties = _ties(model)
     for name, parameter in named.items():
         if not parameter.requires_grad:
             continue
@@ -186,9 +192,11 @@ def _rates(
         if name in extra:
             multiplier *= extra[name]
             why.append(f"scale {extra[name]:.4g}")
-        if others := ties.get(id(parameter)):
-            why.append(f"shared with {', '.join(n for n in others if n != name)}")
+        if others := names[id(parameter)][1:]:
+            why.append(f"shared with {', '.join(others)}")
         decay = weight_decay if f.decays else 0.0
+        # Equal rates found by different divisions differ in the last bit, and would make two groups.
+        multiplier = float(f"{multiplier:.14g}")
         yield _Rate(name, parameter, f, multiplier, decay, used, "; ".join(w for w in why if w))
 
 
@@ -210,11 +218,8 @@ class _Widths:
             return 1.0, ""
         d_in, d_out = f.sizes
         if not f.matrix:
-            then = self.vectors.get(name)
-            if then is None or rate(rule, f.d_in, f.d_out) == rate(rule, then.d_in, then.d_out):
-                return 1.0, "width does not count"
-            return rate(rule, f.d_in, f.d_out) / rate(rule, then.d_in, then.d_out), f"size {then.d_out} -> {f.d_out}"
-        base_in, base_out = self._find(f.layer)
+            return self._vector(name, f, rule)
+        base_in, base_out = self._find(f)
         if base_out is None:
             if rate(rule, d_in, 1) != rate(rule, d_in, 2):
                 raise RuleError(
@@ -222,41 +227,40 @@ class _Widths:
                     "give base={name: (d_in, d_out)} or a base model"
                 )
             base_out = d_out
-        ratio = rate(rule, d_in, d_out) / rate(rule, base_in, base_out)
-        return ratio, f"width {base_in} -> {d_in}"
+        return rate(rule, d_in, d_out) / rate(rule, base_in, base_out), f"width {base_in} -> {d_in}"
 
-    def _find(self, layer: str) -> tuple[int, int | None]:
-        """The base's layer of this name, or the fused one that it was split from."""
+    def _vector(self, name: str, f: _Facts, rule: str) -> tuple[float, str]:
         assert self.given is not None
-        name = layer
+        then = self.vectors.get(name)
+        size = then.d_out if then else self.given.get(f.layer, (1, None))[1]
+        ratio = rate(rule, 1, f.d_out) / rate(rule, 1, size or f.d_out)
+        return ratio, "width does not count" if ratio == 1 else f"size {size} -> {f.d_out}"
+
+    def _find(self, f: _Facts) -> tuple[int, float | None]:
+        """The base's layer of this name, or the part that it has in a fused one."""
+        assert self.given is not None
+        name = f.layer
         while name not in self.given and "." in name:
             name = name.rpartition(".")[0]
         if name not in self.given:
-            raise RuleError(f"base has no layer {layer!r}: {suggest(layer, self.given)}")
-        return self.given[name]
-
-
-def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    root = "module." if isinstance(model, nn.parallel.DistributedDataParallel) else ""
-    for name, parameter in model.named_parameters():
-        yield name.removeprefix(root), parameter
-
-
-def _ties(model: nn.Module) -> dict[int, list[str]]:
-    """Names of each parameter that has more than one."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(canonical(name))
-    return {i: found for i, found in names.items() if len(found) > 1}
+            raise RuleError(f"base has no layer {f.layer!r}: {suggest(f.layer, self.given)}")
+        base_in, base_out = self.given[name]
+        if base_out is None or name == f.layer:
+            return base_in, base_out
+        return base_in, base_out * f.share
 
 
 def _facts(model: nn.Module) -> dict[str, _Facts]:
     """Facts about every parameter, by canonical name."""
     found: dict[str, _Facts] = {}
+    shares: dict[int, float] = {}
     for name, module in modules(model):
+        if isinstance(module, SplitLinear):
+            shares |= {id(p): n / module.out_features for p, n in zip(module.parts, module.sizes, strict=True)}
         prefix = f"{name}." if name else ""
         for key, f in _owned(name, module).items():
-            found.setdefault(prefix + key, f)
+            # A structured layer speaks for its factors before the dictionary that holds them does.
+            found.setdefault(prefix + key, replace(f, share=shares.get(id(module), 1.0)))
     return found
 
 
@@ -267,7 +271,7 @@ def _owned(name: str, module: nn.Module) -> dict[str, _Facts]:
     facts = {}
     for key, p in module.named_parameters(recurse=False):
         d_in, d_out, kind = 1, p.shape[-1] if p.dim() else 1, "vector: one number a feature"
-        matrix = False
+        layer, matrix = name, False
         if isinstance(module, nn.Linear) and key == "weight":
             d_out, d_in = p.shape
             matrix, kind = True, "dense"
@@ -275,17 +279,19 @@ def _owned(name: str, module: nn.Module) -> dict[str, _Facts]:
             d_in, d_out = p.shape
             matrix, kind = True, "dense (Conv1D)"
         elif isinstance(module, nn.modules.conv._ConvNd) and key == "weight":
-            d_in, d_out = p[0].numel(), p.shape[0]
+            # Transposed convolutions store (in, out, ...).
+            d_in, d_out = (p[:, 0].numel(), p.shape[1]) if module.transposed else (p[0].numel(), p.shape[0])
             matrix, kind = True, "convolution"
         elif isinstance(module, nn.MultiheadAttention) and key.endswith("proj_weight"):
             d_out, d_in = p.shape
-            d_out = d_out // 3 if key == "in_proj_weight" else d_out
-            matrix, kind = True, "dense (attention)"
+            # q_proj_weight is what q_proj's weight is elsewhere; the packed one is all three.
+            d_out, part = (d_out // 3, "") if key == "in_proj_weight" else (d_out, f".{key.removesuffix('_weight')}")
+            layer, matrix, kind = name + part, True, "dense (attention)"
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             kind = "embedding: one row a token"
         elif p.dim() >= 2:
             kind = "bare parameter: taken for a table, not a matrix"
-        facts[key] = _Facts(kind, name, d_in, d_out, matrix, decays=p.dim() >= 2)
+        facts[key] = _Facts(kind, layer, d_in, d_out, matrix, decays=p.dim() >= 2)
     return facts
 
 
@@ -297,6 +303,6 @@ def _structured(name: str, module: StructuredLinear) -> dict[str, _Facts]:
         )
         for f in chain.factors
     }
-    facts |= {f"gains.{key}": _Facts("gain: the base rate", name, 1, 1, False, False) for key in module.gains}
+    facts |= {f"gains.{key}": _Facts("gain: the base rate", f"{name}.gains", 1, 1, False, False) for key in module.gains}
     facts["bias"] = _Facts("vector: one number a feature", name, 1, module.out_features, False, False)
     return facts

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from buttress import ops
 from buttress.chain import Axes, Chain, Factor
-from buttress.errors import ShapeError
+from buttress.errors import ChainError, ShapeError
+from buttress.scaling import init_std
 from buttress.structures import Structure
 
 
@@ -53,9 +54,19 @@ def project(structure: Structure, weight: Tensor) -> Projection:
         tensors = _deal(chain, tensor, axes)
     else:
         tensors = _peel(chain, chain.factors, tensor, axes)
+    tensors = _balance(chain, tensors)
     error = torch.linalg.norm(ops.dense(chain, tensors) - exact) / torch.linalg.norm(exact).clamp_min(1e-30)
     found = {f.name: t.to(weight.dtype) for f, t in zip(chain.factors, tensors, strict=True)}
     return Projection(found, error.item())
+
+
+def _balance(chain: Chain, tensors: list[Tensor]) -> list[Tensor]:
+    """The same product with every factor at the same multiple of its nominal scale, as training expects."""
+    over = torch.stack([t.square().mean().sqrt() / init_std(f) for f, t in zip(chain.factors, tensors, strict=True)])
+    if not over.all():
+        return tensors
+    common = over.log().mean().exp()
+    return [t * (common / o) for t, o in zip(tensors, over, strict=True)]
 
 
 def _on_axes(chain: Chain, weight: Tensor) -> tuple[Tensor, Axes]:
@@ -92,15 +103,16 @@ def _peel(chain: Chain, factors: tuple[Factor, ...], tensor: Tensor, axes: Axes)
     theirs = tuple(a for a in axes if a not in first.axes)
     blocks = _permute(tensor, axes, (*keep, *theirs, *mine))
     blocks = blocks.reshape(chain.size(keep), chain.size(theirs), chain.size(mine))
-    left, right = _truncated_svd(blocks, chain.size(bond))
+    left, right, root = _truncated_svd(blocks, chain.size(bond))
 
     def unfold(t: Tensor, names: Axes) -> Tensor:
         return t.reshape([chain.sizes[a] for a in names])
 
-    mine_axes = (*keep, *bond, *mine)
-    done = _fold(chain, first, unfold(right, mine_axes), mine_axes)
+    # The rest is approximated in its turn, so it must carry its true weight: all the singular values.
     rest_axes = (*keep, *theirs, *bond)
-    return [done, *_peel(chain, tuple(later), unfold(left, rest_axes), rest_axes)]
+    rest_factors = _peel(chain, tuple(later), unfold(left * root[:, None, :] ** 2, rest_axes), rest_axes)
+    mine_axes = (*keep, *bond, *mine)
+    return [_fold(chain, first, unfold(right, mine_axes), mine_axes), *rest_factors]
 
 
 def _deal(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
@@ -109,6 +121,11 @@ def _deal(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
     All entries between the same two blocks are the bond of those blocks' part of the matrix, so
     each part is split by an SVD of that many terms.
     """
+    if len(chain.factors) != 2 or any(f.shared > 1 or (f.regroup and f is chain.factors[0]) for f in chain.factors):
+        raise ChainError(
+            "no projection is known for a chain that regroups unless it is two factors without sharing: "
+            "write the middle as axes that both factors have, or start from init='mup'"
+        )
     first, second = chain.factors
     assert second.regroup is not None
     old, new = second.regroup
@@ -124,7 +141,8 @@ def _deal(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
     term[order] = middle - starts[pair[order]]
     wanted = (*first.batch_axes, *second.batch_axes, *second.out_axes, *first.in_axes)
     parts = _permute(tensor, axes, wanted).reshape(-1, second.d_out, first.d_in)
-    left, right = _truncated_svd(parts, int(counts.max()))
+    left, right, root = _truncated_svd(parts, int(counts.max()))
+    left, right = left * root[:, None, :], right * root[..., None]
     found_1 = tensor.new_zeros(first.shape)
     found_1[blocks_1, _places(chain, middle, old, first.out_axes)] = right[pair, term]
     found_2 = tensor.new_zeros(second.shape)
@@ -140,13 +158,12 @@ def _places(chain: Chain, flat: Tensor, axes: Axes, wanted: Axes) -> Tensor:
     return grid.expand([chain.sizes[a] for a in axes]).reshape(-1)[flat]
 
 
-def _truncated_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """blocks ~ left @ right of this rank, the singular values shared evenly; missing terms are zero."""
+def _truncated_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """blocks ~ (left * root) @ (root * right) with orthonormal left and right; missing terms are zero."""
     u, s, vh = torch.linalg.svd(blocks, full_matrices=False)
     root = s[:, :rank].sqrt()
-    left, right = u[..., :rank] * root[:, None, :], vh[:, :rank] * root[..., None]
     missing = rank - root.shape[1]
-    return F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
+    return F.pad(u[..., :rank], (0, missing)), F.pad(vh[:, :rank], (0, 0, 0, missing)), F.pad(root, (0, missing))
 
 
 def _fold(chain: Chain, factor: Factor, tensor: Tensor, axes: Axes) -> Tensor:

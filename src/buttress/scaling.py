@@ -14,7 +14,7 @@ from math import sqrt
 from buttress.chain import Chain, Factor
 from buttress.errors import RuleError
 
-RULES: dict[str, Callable[[int, int, float], float]] = {
+RULES: dict[str, Callable[[float, float, float], float]] = {
     # Adam and sign updates have entries of size 1, so d_in of them add up in each feature.
     "adam": lambda d_in, d_out, copies: 1 / d_in,
     "sign": lambda d_in, d_out, copies: 1 / d_in,
@@ -25,7 +25,7 @@ RULES: dict[str, Callable[[int, int, float], float]] = {
 }
 
 
-def rate(rule: str, d_in: int, d_out: int, copies: float = 1.0) -> float:
+def rate(rule: str, d_in: float, d_out: float, copies: float = 1.0) -> float:
     """The learning rate, up to a constant, that changes each feature of a dense layer by Theta(1).
 
     `copies` is for a matrix that is one slice of many: see `lr_multiplier`.

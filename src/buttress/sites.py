@@ -93,7 +93,7 @@ def _odd(module: nn.Module, compiled: bool) -> str | None:
             holder, "parametrizations"
         ):
             return (
-                "its weight is parametrized, that is computed from something else (weight_norm, spectral_norm, pruning): "
+                "its weight is parametrized, that is made from something else (weight_norm, spectral_norm, pruning): "
                 "remove that first, with torch.nn.utils.parametrize.remove_parametrizations or its like, or leave the "
                 "layer out of the plan"
             )

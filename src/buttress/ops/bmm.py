@@ -3,7 +3,8 @@
 Between factors the tokens are the fastest axis. The shuffle that the chain asks for then moves whole
 runs of tokens, and for most structures none at all, because a batched matrix product takes a strided
 operand as it is. With tokens as the slow axis it would move single numbers, which costs more than
-the products themselves.
+the products themselves. The backward pass is written out for the same reason: torch's own gradient of
+a product has a fixed layout, which is the wrong one here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from buttress.chain import Axes, Chain
 from buttress.ops.layout import read_window
 
-TOKENS = "tokens"
+TOKENS = ""  # no axis of a chain can be called so
+Order = tuple[int, ...]
+Sizes = tuple[int, ...]
 
 
 def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
@@ -32,35 +36,61 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     z = x.reshape(-1, *how.split)
     if chain.window:
         z, _ = read_window(chain, z)
-    for step, stored in zip(how.steps, factors, strict=True):
-        if step.regroup:
-            order, shape = step.regroup
-            z = z.permute(order).reshape(*shape, -1)
-        z = z.permute(step.order).reshape(step.blocks, *step.matrix)
-        weight = stored
-        if step.shared > 1:
-            weight = stored.unsqueeze(1).expand(-1, step.shared, -1, -1).reshape(step.blocks, *stored.shape[1:])
-        if step.into_y:
-            return bmm(z.mT, weight.mT).transpose(0, 1).reshape(-1, how.d_out)
-        z = bmm(weight, z.mT if step.tokens_slow else z).view(*step.made, -1)
-    return z.permute(how.order).reshape(-1, how.d_out)
+    if (
+        not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        # Compilers and function transforms work out gradients, and their layout, by themselves.
+        return _forward(how, z, factors)[0]
+    y: Tensor = _Chain.apply(how, z, *factors)  # type: ignore[no-untyped-call]
+    return y
 
 
 @dataclass(frozen=True)
 class Step:
-    """How one factor is applied: arrange, multiply, name the result's axes."""
+    """How one factor is applied: regroup, arrange into blocks, multiply, name the result's axes."""
 
-    regroup: tuple[tuple[int, ...], tuple[int, ...]] | None
-    order: tuple[int, ...]
+    regroup: tuple[Order, Sizes] | None
+    ungroup: tuple[Sizes, Order] | None
+    order: Order
+    arranged: Sizes
+    """Sizes once in that order; -1 for the tokens."""
+    unorder: Order
     blocks: int
     matrix: tuple[int, int]
     """Shape of a block of z: (-1, d_in) where the tokens are slow, (d_in, -1) where they are fast."""
     shared: int
     """How often the weight must be repeated: shared axes are blocks at first, as good as tokens later."""
-    made: tuple[int, ...]
+    d_out: int
+    made: Sizes
     tokens_slow: bool
     into_y: bool
     """The last product can write blocks (tokens, out), which only have to be laid side by side."""
+
+    def arrange(self, z: Tensor) -> Tensor:
+        if self.regroup:
+            order, shape = self.regroup
+            z = z.permute(order).reshape(*shape, -1)
+        return z.permute(self.order).reshape(self.blocks, *self.matrix)
+
+    def restore(self, z: Tensor) -> Tensor:
+        """The inverse of `arrange`."""
+        z = z.reshape(self.arranged).permute(self.unorder)
+        if self.ungroup:
+            shape, order = self.ungroup
+            z = z.reshape(*shape, -1).permute(order)
+        return z
+
+    def spread(self, weight: Tensor) -> Tensor:
+        if self.shared == 1:
+            return weight
+        return weight.unsqueeze(1).expand(-1, self.shared, -1, -1).reshape(self.blocks, *weight.shape[1:])
+
+    def gather(self, grad: Tensor) -> Tensor:
+        """The adjoint of `spread`."""
+        return grad if self.shared == 1 else grad.unflatten(0, (-1, self.shared)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -69,29 +99,29 @@ class Layout:
 
     plain: bool
     """Nothing but plain matrices one after the other."""
-    split: tuple[int, ...]
+    split: Sizes
     steps: tuple[Step, ...]
-    order: tuple[int, ...]
+    order: Order
+    unorder: Order
+    y: Sizes
     d_out: int
 
 
 def prepare(chain: Chain) -> Layout:
     """Choose the orders of axes for a chain, once."""
 
-    def sizes(axes: Axes) -> tuple[int, ...]:
-        return tuple(chain.sizes[a] for a in axes)
+    def sizes(axes: Axes) -> Sizes:
+        return tuple([-1 if a == TOKENS else chain.sizes[a] for a in axes])
 
     held: Axes = (TOKENS, *chain.x, *(chain.window[1:] if chain.window else ()))
     steps = []
     for i, f in enumerate(chain.factors):
-        first = i == 0
-        into_y = (
-            not first and i == len(chain.factors) - 1 and not f.shared_axes and chain.y == f.batch_axes + f.out_axes
-        )
-        regroup = None
+        first, last = i == 0, i == len(chain.factors) - 1
+        regroup = ungroup = None
         if f.regroup:
             old, new = f.regroup
-            regroup = (_order(held, (*old, TOKENS)), sizes(new))
+            order = _order(held, (*old, TOKENS))
+            regroup, ungroup = (order, sizes(new)), (sizes(old), _inverse(order))
             held = (*new, TOKENS)
         if first:
             wanted: Axes = (*f.batch_axes, *f.shared_axes, TOKENS, *f.in_axes)
@@ -99,65 +129,96 @@ def prepare(chain: Chain) -> Layout:
         else:
             wanted = (*f.batch_axes, *f.in_axes, *f.shared_axes, TOKENS)
             made = (*f.batch_axes, *f.out_axes, *f.shared_axes)
+        order = _order(held, wanted)
         steps.append(
             Step(
                 regroup=regroup,
-                order=_order(held, wanted),
+                ungroup=ungroup,
+                order=order,
+                arranged=sizes(wanted),
+                unorder=_inverse(order),
                 blocks=f.blocks * f.shared if first else f.blocks,
                 matrix=(-1, f.d_in) if first else (f.d_in, -1),
                 shared=f.shared if first else 1,
+                d_out=f.d_out,
                 made=sizes(made),
                 tokens_slow=first,
-                into_y=into_y,
+                into_y=last and not first and not f.shared_axes and chain.y == f.batch_axes + f.out_axes,
             )
         )
         held = (*made, TOKENS)
-    chain.memo["bmm"] = Layout(
+    order = _order(held, (TOKENS, *chain.y))
+    layout = Layout(
         plain=not any(f.batch_axes or f.shared_axes or f.regroup for f in chain.factors),
         split=sizes(chain.x),
         steps=tuple(steps),
-        order=_order(held, (TOKENS, *chain.y)),
+        order=order,
+        unorder=_inverse(order),
+        y=sizes(chain.y),
         d_out=chain.size(chain.y),
     )
-    return chain.memo["bmm"]  # type: ignore[no-any-return]
+    chain.memo["bmm"] = layout
+    return layout
 
 
-def _order(held: Axes, wanted: Axes) -> tuple[int, ...]:
-    return tuple(held.index(a) for a in wanted)
+def _order(held: Axes, wanted: Axes) -> Order:
+    return tuple([held.index(a) for a in wanted])
 
 
-class _Bmm(torch.autograd.Function):
-    """torch.bmm whose gradients come back in the memory layout of the operands.
+def _inverse(order: Order) -> Order:
+    return tuple([order.index(i) for i in range(len(order))])
 
-    torch's own formula returns row-major gradients. For an operand that is a transposed view that
-    means a shuffle of single numbers further back, and here every operand but the weights is one.
-    """
 
-    # With a separate setup_context torch inspects the signature on every call: 20 us each.
+def _forward(how: Layout, z: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The result, and what each factor but the first was applied to."""
+    kept = []
+    for step, weight in zip(how.steps, factors, strict=True):
+        blocks = step.arrange(z)
+        kept.append(blocks)
+        if step.into_y:
+            y = torch.bmm(blocks.mT, weight.mT)
+            return y.transpose(0, 1).reshape(-1, how.d_out), kept[1:]
+        z = torch.bmm(step.spread(weight), blocks.mT if step.tokens_slow else blocks).view(*step.made, -1)
+    return z.permute(how.order).reshape(-1, how.d_out), kept[1:]
+
+
+class _Chain(torch.autograd.Function):
+    """The whole chain as one node of the graph. Saves x and what lies between the factors."""
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return torch.bmm(a, b)
+    def forward(ctx: Any, how: Layout, z: Tensor, *factors: Tensor) -> Tensor:
+        y, kept = _forward(how, z, factors)
+        ctx.how = how
+        ctx.save_for_backward(z, *factors, *kept)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
-        wants_a, wants_b = ctx.needs_input_grad
-        grad_a = grad_b = None
-        if wants_a:
-            grad_a = bmm(b, grad.mT).mT if _transposed(a) else bmm(grad, b.mT)
-        if wants_b:
-            grad_b = bmm(grad.mT, a).mT if _transposed(b) else bmm(a.mT, grad)
-        return grad_a, grad_b
-
-
-def _transposed(z: Tensor) -> bool:
-    return z.stride(-1) != 1 and z.stride(-2) == 1
-
-
-def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """torch.bmm; compilers and function transforms, which lay out gradients themselves, get it plain."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return torch.bmm(a, b)
-    result: Tensor = _Bmm.apply(a, b)  # type: ignore[no-untyped-call]
-    return result
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        how: Layout = ctx.how
+        count = len(how.steps)
+        z, *rest = ctx.saved_tensors
+        factors, kept = rest[:count], rest[count:]
+        wanted = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            # A second derivative is asked for: let torch find the first one.
+            inputs = [t for t, w in zip((z, *factors), wanted, strict=True) if w]
+            found = iter(torch.autograd.grad(_forward(how, z, factors)[0], inputs, grad, create_graph=True))
+            return (None, *(next(found) if w else None for w in wanted))
+        grads: list[Tensor | None] = [None] * (count + 1)
+        for i in reversed(range(count)):
+            step, weight = how.steps[i], factors[i]
+            # (blocks, out, tokens), whatever way the result was laid out.
+            if step.into_y:
+                out = grad.reshape(-1, step.blocks, step.d_out).permute(1, 2, 0)
+            elif i == count - 1:
+                out = grad.reshape(-1, *how.y).permute(how.unorder).reshape(step.blocks, step.d_out, -1)
+            else:
+                out = grad.reshape(step.blocks, step.d_out, -1)
+            if wanted[i + 1]:
+                rows = kept[i - 1].mT if i else step.arrange(z)
+                grads[i + 1] = step.gather(torch.bmm(out, rows))
+            if i:
+                grad = step.restore(torch.bmm(weight.mT, out))
+            elif wanted[0]:
+                grads[0] = step.restore(torch.bmm(out.mT, step.spread(weight)))
+        return (None, *grads)

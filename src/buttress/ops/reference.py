@@ -32,4 +32,4 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         unfolded = weight.reshape([chain.sizes[a] for a in factor.axes])
         operands += [unfolded, [number[a] for a in factor.axes]]
     y: Tensor = torch.einsum(*operands, [0, *(number[a] for a in chain.y)])
-    return y.reshape(y.shape[0], -1)
+    return y.flatten(1)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 from buttress.chain import Axes, Chain
 from buttress.errors import ButtressError, StructureError
@@ -67,10 +67,11 @@ def parse(text: str) -> Structure:
     >>> parse("btt(rank=4)")
     BTT(rank=4, cores=2)
     """
-    wanted = f"{text!r} is not a structure"
+    shown = text if isinstance(text, str) and len(text) < 80 else f"{str(text)[:77]}..."
+    wanted = f"{shown!r} is not a structure"
     try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+        node = ast.parse(str(text).strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError, ValueError):
         raise StructureError(f"{wanted}: write name or name(option=value, ...), such as 'btt(rank=4)'") from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or call.args:
@@ -80,14 +81,16 @@ def parse(text: str) -> Structure:
         raise StructureError(f"{wanted}: there are {', '.join(_REGISTRY)}{_nearest(name, list(_REGISTRY))}")
     cls = _REGISTRY[name]
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    options = {}
+    options: dict[str, Any] = {}
     for word in call.keywords:
+        if word.arg in options:
+            raise StructureError(f"{wanted}: {word.arg} is given twice")
         if word.arg not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
             raise StructureError(f"{wanted}: {name} has no option {word.arg!r}; {has}{_nearest(word.arg, known)}")
         try:
             options[word.arg] = ast.literal_eval(word.value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise StructureError(f"{wanted}: the value of {word.arg} must be a plain number or tuple") from None
     try:
         return cls(**options)
@@ -98,7 +101,7 @@ def parse(text: str) -> Structure:
 
 
 def _nearest(name: str | None, known: list[str]) -> str:
-    near = difflib.get_close_matches(name or "", known, n=1)
+    near = difflib.get_close_matches((name or "").lower(), known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -117,8 +120,10 @@ def split(n: int, parts: int) -> tuple[int, ...]:
     >>> split(768, 2), split(1024, 3), split(13, 2)
     ((24, 32), (8, 8, 16), (3, 5))
     """
-    if n < 1:
-        raise StructureError(f"a layer needs at least 1 input and 1 output, got a size of {n}")
+    if not isinstance(n, int) or n < 1:
+        raise StructureError(f"a layer needs at least 1 input and 1 output, got a size of {n!r}")
+    if not isinstance(parts, int) or parts < 1:
+        raise StructureError(f"a size is split into 1 or more parts, got {parts!r}")
     while True:
         even = most_even(n, parts)
         if even[-1] <= MOST_UNEVEN * even[0]:

@@ -21,7 +21,7 @@ class LowRank(Structure):
             )
         if self.rank is not None:
             positive(self, rank=self.rank)
-        if self.fraction is not None and not 0 < self.fraction <= 1:
+        if self.fraction is not None and not (isinstance(self.fraction, float | int) and 0 < self.fraction <= 1):
             raise StructureError(f"LowRank: fraction must lie in (0, 1], got {self.fraction!r}")
 
     def chain(self, d_in: int, d_out: int) -> Chain:
