@@ -477,3 +477,11 @@ def test_whole_transformer(batch_first: bool, train: bool) -> None:
     bt.densify_(model)
     assert sorted(model.state_dict()) == sorted(keys)
     torch.testing.assert_close(model(x, y, **options), wanted)
+
+
+def test_integer_masks_are_refused() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2, batch_first=True)})
+    bt.replace_(model, {"*": bt.BTT()})
+    x = torch.randn(2, 3, 16)
+    with pytest.raises(bt.ShapeError, match=r"boolean or floating, got torch\.int64"):
+        model["attention"](x, x, x, key_padding_mask=torch.zeros(2, 3, dtype=torch.long))

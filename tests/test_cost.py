@@ -325,3 +325,21 @@ def test_table() -> None:
         assert line.split()[0] == row.name
         assert line.split()[-3:] == [f"{row.params:,}", f"{row.macs:,}", f"{row.activation_bytes:,}"]
     assert len({len(line) for line in lines}) == 1
+
+
+def test_attention_is_counted_alike_on_every_device() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    x = torch.randn(1, 2, 32, 16)
+    assert bt.cost(Attention(), x).macs == 2 * 2 * 32 * 32 * 16
+    assert bt.cost(Attention(), x.to("meta")).macs == 2 * 2 * 32 * 32 * 16
+
+
+def test_inference_mode_does_not_hide_the_activations() -> None:
+    model = nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    with torch.inference_mode():
+        inside = bt.cost(model, x).activation_bytes
+    assert inside == bt.cost(model, x).activation_bytes > 0

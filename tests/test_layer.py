@@ -501,7 +501,7 @@ def test_two_processes_train_as_one(trained, kind, text):
 
 def cut(m: np.ndarray, std: float) -> np.ndarray:
     """M / max(1, RMS(M) / std) with the paper's RMS over the whole core, all blocks together."""
-    return m / max(1.0, float(np.sqrt(np.mean(m**2) + 1e-8)) / std)
+    return m / max(1.0, float(np.sqrt(np.mean(m**2))) / std)
 
 
 def stds(layer: bt.StructuredLinear) -> dict[str, float]:
@@ -547,11 +547,17 @@ def test_normalisation_holds_large_factors_at_gain_times_std(structure, d_in, d_
             layer.gains[name].fill_(3.0)
             layer.factors[name].mul_(10)
         effective = dict(zip(layer.factors, layer.effective_factors(), strict=True))[name]
-        # 1e-8 stands beside the mean square, hence not exactly.
-        assert effective.square().mean().sqrt().item() == pytest.approx(3 * stds(layer)[name], rel=1e-5)
+        assert effective.square().mean().sqrt().item() == pytest.approx(3 * stds(layer)[name], rel=1e-12)
         with torch.no_grad():
             layer.gains[name].fill_(1.0)
-        torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(layer(x), before)
+
+
+def test_normalisation_is_idle_at_the_start_however_small_the_scale():
+    layer = bt.StructuredLinear(16384, 1, bt.Dense(), normalize=True)
+    with torch.no_grad():
+        layer.factors["W"].mul_(0.5)
+    torch.testing.assert_close(layer.effective_factors()[0], layer.factors["W"], rtol=0, atol=0)
 
 
 @each

@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -954,3 +955,121 @@ def test_replace_inside_a_checkpoint_wrapper() -> None:
     model(TOKENS).sum().backward()
     inner = model.mlp._checkpoint_wrapped_module
     assert all(f.grad.any() for f in inner[0].factors.values())
+
+
+# ---- What models call their head
+
+
+class Named(nn.Module):
+    """A model that names its head as `named` says."""
+
+    def __init__(self, named: str) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4)) if named == "container" else nn.Linear(16, 4)
+        self.second = nn.Linear(16, 4) if named == "pair" else None
+        self.alias = self.head if named == "alias" else None
+        self.last = nn.Linear(16, 16)
+
+    def get_classifier(self) -> object:
+        return self.head if self.second is None else (self.head, self.second)
+
+
+@pytest.mark.parametrize("named", ["plain", "container", "pair", "alias"])
+def test_whatever_the_model_calls_its_head_stays(named: str) -> None:
+    report = bt.replace_(Named(named), bt.BTT())
+    assert [row.name for row in report.rows] == ["body", "last"]
+
+
+def test_a_structured_head_is_not_looked_for_again() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    bt.replace_(model, {"2": bt.BTT()})
+    assert [row.name for row in bt.replace_(model, bt.BTT()).rows] == ["0", "1"]
+
+
+def test_a_glob_behind_a_wider_one_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    with pytest.raises(bt.PlanError, match=r"'1'.*taken by '\*' before it"):
+        bt.replace_(model, {"*": bt.BTT(), "1": None})
+
+
+def test_sharded_and_replicated_models_are_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        bt.replace_(model, {"0": bt.BTT()})
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for change in (lambda: bt.replace_(wrapped, {"1": bt.BTT()}), lambda: bt.densify_(wrapped)):
+            with pytest.raises(bt.PlanError, match="wrap it after replacing"):
+                change()
+        sharded = torch.distributed.fsdp.fully_shard(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)))
+        with pytest.raises(bt.PlanError, match="wrap it after replacing"):
+            bt.replace_(sharded, bt.BTT())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_densify_refuses_a_layer_compiled_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    bt.replace_(model, bt.BTT())
+    model[0] = torch.compile(model[0], backend="eager")
+    with pytest.raises(bt.PlanError, match="compiled by itself"):
+        bt.densify_(model)
+
+
+def test_encoders_that_were_not_touched_keep_their_settings() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+    encoder.use_nested_tensor = False
+    encoder.layers[0].activation_relu_or_gelu = 0
+    model = nn.ModuleDict({"encoder": encoder, "out": nn.Linear(16, 16)})
+    bt.replace_(model, {"out": bt.BTT()})
+    bt.densify_(model)
+    assert not encoder.use_nested_tensor
+    assert encoder.layers[0].activation_relu_or_gelu == 0
+
+
+def test_hooks_do_not_go_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    model[0].register_forward_hook(lambda *_: None)
+    bt.replace_(model, bt.BTT())
+    assert "0 had forward hooks" in caplog.text
+
+
+def test_a_linear_with_more_than_weight_and_bias_is_refused() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.register_buffer("scale", torch.ones(1))
+
+    model = nn.Sequential(Scaled(), nn.Linear(16, 4))
+    with pytest.raises(bt.PlanError, match="besides weight and bias"):
+        bt.replace_(model, bt.BTT())
+
+
+@pytest.mark.parametrize("structure", [bt.Monarch(3), bt.LowRank(rank=4), bt.BTT()], ids=str)
+def test_zero_projects_to_a_zero_start_that_can_learn(structure: bt.Structure) -> None:
+    dense = nn.Linear(12, 12)
+    nn.init.zeros_(dense.weight)
+    model = nn.Sequential(dense, nn.Linear(12, 4))
+    report = bt.replace_(model, {"0": structure}, init="project")
+    assert (report.rows[0].zero_start, report.rows[0].projection_error) == (True, 0.0)
+    for layer in (model[0], bt.StructuredLinear.from_dense(dense, structure)):
+        layer(torch.randn(8, 12)).sum().backward()
+        first, last = layer.chain.factors
+        assert layer.factors[first.name].abs().min() > 0
+        assert layer.factors[last.name].grad.abs().max() > 0
+
+
+def test_weights_that_are_not_numbers_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with pytest.raises(bt.PlanError, match=r"0: .*NaN or infinity"):
+        bt.replace_(model, bt.BTT(), init="project")
+
+
+def test_a_plan_that_names_a_layer_twice() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    entry = bt.surgery.PlanEntry("0", bt.BTT())
+    with pytest.raises(bt.PlanError, match="twice"):
+        bt.replace_(model, bt.Plan((entry, entry)))

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from buttress.errors import ShapeError
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
@@ -166,8 +168,10 @@ def linear_of(weight: Tensor, bias: Tensor | None, *, requires_grad: bool = True
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
+    if mask.is_floating_point():
         return mask.to(dtype)
+    if mask.dtype != torch.bool:
+        raise ShapeError(f"an attention mask is boolean or floating, got {mask.dtype}")
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
@@ -198,6 +202,12 @@ class SplitLinear(nn.Module):
     def weight(self) -> Tensor:
         """The fused matrix, made on each access, for callers that look at `layer.weight`."""
         return torch.cat([part.weight for part in self.parts if isinstance(part.weight, Tensor)])
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The biases of the parts, one after the other."""
+        biases = [part.bias for part in self.parts if isinstance(part.bias, Tensor)]
+        return torch.cat(biases) if biases else None
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)

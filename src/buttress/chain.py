@@ -65,11 +65,6 @@ class Factor:
         """Axes of the stored tensor once its three dimensions are unfolded."""
         return self.batch_axes + self.out_axes + self.in_axes
 
-    @property
-    def takes(self) -> Axes:
-        """Axes held just before this factor is applied."""
-        return self.batch_axes + self.shared_axes + self.in_axes
-
 
 @dataclass(frozen=True)
 class Chain:
@@ -89,7 +84,7 @@ class Chain:
     axis_sizes: tuple[tuple[str, int], ...]
     window: tuple[str, str] | None = None
     """(n, w): axis n of x is read through a circular window, which creates axis w."""
-    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    memo: dict[str, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     """What implementations have worked out about this chain. A chain never changes, so neither does this."""
 
     @classmethod
@@ -133,6 +128,10 @@ class Chain:
                 )
         if not factors:
             raise ChainError("a chain needs at least one factor")
+        if pair and sizes[pair[1]] > sizes[pair[0]]:
+            raise ChainError(
+                f"a window of {sizes[pair[1]]} is longer than the axis of {sizes[pair[0]]} it is moved along"
+            )
         for label, mapping in (("regroup", regroup), ("std", std)):
             if unknown := set(mapping or ()) - set(factors):
                 raise ChainError(f"{label} names no factor of the chain: {sorted(unknown)}")
@@ -141,6 +140,9 @@ class Chain:
         spent: set[str] = set()
         names = list(factors)
         axes_of = {name: _axes(text, f"factor {name}") for name, text in factors.items()}
+        # Sets have no order; take that in which the chain introduces its axes, so that results never vary.
+        order = dict.fromkeys((*x_axes, *(pair or ()), *(a for axes in axes_of.values() for a in axes)))
+        order |= dict.fromkeys(a for _, new in (regroup or {}).values() for a in new.split())
         derived = []
         for i, name in enumerate(names):
             change = None
@@ -158,7 +160,7 @@ class Chain:
             in_axes = tuple(a for a in axes if a in held and a not in needed_later)
             batch = tuple(a for a in axes if a in held and a in needed_later)
             out = tuple(a for a in axes if a not in held)
-            shared = tuple(a for a in _in_order(held, x_axes, axes_of, pair, change) if a not in axes)
+            shared = tuple(a for a in order if a in held and a not in axes)
             if again := set(out) & spent:
                 raise ChainError(f"factor {name} creates axis {sorted(again)} anew after it was contracted")
             if lost := set(out) - needed_later:
@@ -267,6 +269,8 @@ class Chain:
 
 def _axes(text: str, where: str) -> Axes:
     axes = tuple(text.split())
+    if not axes:
+        raise ChainError(f"{where} has no axes")
     if len(set(axes)) != len(axes):
         raise ChainError(f"an axis appears twice in {where}: '{text}'")
     return axes
@@ -302,15 +306,3 @@ def _needed(
             return needed | set(regroup[name][0].split())
         needed |= set(axes_of[name])
     return needed | set(y)
-
-
-def _in_order(
-    held: set[str],
-    x: Axes,
-    axes_of: Mapping[str, Axes],
-    window: tuple[str, str] | None,
-    regroup: tuple[Axes, Axes] | None,
-) -> list[str]:
-    """The held axes in the order in which the chain introduced them, so that results never vary."""
-    order = [*x, *(window or ()), *(a for axes in axes_of.values() for a in axes), *(regroup or ((), ()))[1]]
-    return [a for a in dict.fromkeys(order) if a in held]

@@ -17,11 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula, sdpa_flop_count
 
 from buttress.layer import StructuredLinear
 from buttress.naming import modules
 from buttress.table import render, show
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+if _CPU_ATTENTION not in flop_registry:
+    # torch counts attention on every device but the CPU, where the fused kernel would pass for free.
+    @register_flop_formula(_CPU_ATTENTION)
+    def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,7 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
                 handle.remove()
 
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(hooks())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from buttress.project import project
 from buttress.scaling import init_std
 from buttress.structures import Structure
 
-NORM_EPS = 1e-8
+
+def _size(label: str, value: int) -> int:
+    try:
+        size = index(value)
+    except TypeError:
+        size = 0
+    if size < 1 or isinstance(value, bool):
+        raise ShapeError(f"{label} must be an integer >= 1, got {value!r}")
+    return size
 
 
 class StructuredLinear(nn.Module):
@@ -48,13 +57,10 @@ class StructuredLinear(nn.Module):
             raise StructureError(
                 f"structure must be a Structure such as BTT(rank=2), got {structure!r}; use parse() for a text"
             )
-        for label, size in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(size, int) or size < 1:
-                raise ShapeError(f"{label} must be an integer >= 1, got {size!r}")
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = _size("in_features", in_features)
+        self.out_features = _size("out_features", out_features)
         self.structure = structure
-        self.chain: Chain = structure.chain(in_features, out_features)
+        self.chain: Chain = structure.chain(self.in_features, self.out_features)
         ops.prepare(self.chain)
         self.zero_init = zero_init
         self.normalize = normalize
@@ -91,23 +97,27 @@ class StructuredLinear(nn.Module):
     @classmethod
     def from_dense(cls, linear: nn.Linear, structure: Structure, *, normalize: bool = False) -> StructuredLinear:
         """The structured layer nearest to a dense one; `project` says how near."""
-        factors = project(structure, linear.weight).factors
+        zero = not bool(linear.weight.any())
         layer = cls(
             linear.in_features,
             linear.out_features,
             structure,
             bias=linear.bias is not None,
+            zero_init=zero,
             normalize=normalize,
             device=linear.weight.device,
             dtype=linear.weight.dtype,
         )
-        layer.assign(factors, linear.bias)
+        # Zero is exactly what a zero start gives, and leaves the other factors something to learn from.
+        layer.assign({} if zero else project(structure, linear.weight).factors, linear.bias)
         return layer
 
     @torch.no_grad()
     def assign(self, factors: Mapping[str, Tensor], bias: Tensor | None = None) -> None:
-        """Copy factors, and a bias if given, into the layer so that it computes exactly with them."""
+        """Copy factors, and a bias if given, into the layer so that it computes with them as they are."""
         for f in self.chain.factors:
+            if f.name not in factors:
+                continue
             self.factors[f.name].copy_(factors[f.name])
             if self.normalize:
                 # A factor above its nominal scale would be cut down: the gain gives it back.
@@ -118,7 +128,7 @@ class StructuredLinear(nn.Module):
     def _cut(self, factor: Factor, weight: Tensor) -> Tensor:
         """min(1, std / RMS), in float32 at least and without waiting for the device."""
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return (init_std(factor) * torch.rsqrt(wide.square().mean() + NORM_EPS)).clamp(max=1.0)
+        return torch.rsqrt((wide.square().mean() / init_std(factor) ** 2).clamp(min=1.0))
 
     def effective_factors(self) -> list[Tensor]:
         """The factors as they act, in order of application: normalised where that is on."""
@@ -163,7 +173,7 @@ class StructuredLinear(nn.Module):
                 f"{here}, but the checkpoint holds a dense weight: load it into the dense model first, then "
                 "replace_(model, plan, init='project')"
             )
-        elif found and found != wanted:
+        elif any(wanted.get(key) != shape for key, shape in found.items()):
             error_msgs.append(
                 f"{here} with factors {wanted}, but the checkpoint was made with another structure or size: {found}. "
                 "Build the model from the plan that was saved with it: Plan.from_json(text).apply_(model)"

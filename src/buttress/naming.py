@@ -32,29 +32,39 @@ def _walk(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
         if child is None:
             continue
         wrapped = key in _WRAPPERS or (key == "module" and isinstance(module, nn.parallel.DistributedDataParallel))
-        _walk(child, name if wrapped else f"{name}.{key}" if name else key, found)
+        _walk(child, name if wrapped else join(name, key), found)
 
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter under each of its names; one that is tied has several."""
     return {
-        f"{name}.{key}" if name else key: parameter
+        join(name, key): parameter
         for name, module in modules(model)
         for key, parameter in module.named_parameters(recurse=False)
     }
 
 
-def first_match(rules: Mapping[str, T], names: Iterable[str]) -> tuple[dict[str, T], list[str]]:
-    """Value of the first glob that matches each name, and the globs that match no name at all."""
+def join(name: str, key: str) -> str:
+    """Name of what a module calls `key`; the model itself has the empty name."""
+    return f"{name}.{key}" if name else key
+
+
+def first_match(rules: Mapping[str, T], names: Iterable[str]) -> tuple[dict[str, T], dict[str, str]]:
+    """Value of the first glob that matches each name, and why each glob that decides nothing does not."""
     known = list(names)
-    chosen = {}
+    chosen: dict[str, T] = {}
+    deciding: dict[str, str] = {}
     for name in known:
         for glob, value in rules.items():
             if fnmatchcase(name, glob):
-                chosen[name] = value
+                chosen[name], deciding[name] = value, glob
                 break
-    unused = [glob for glob in rules if not any(fnmatchcase(name, glob) for name in known)]
-    return chosen, unused
+    idle = {}
+    for glob in rules:
+        if glob not in deciding.values():
+            taken = [deciding[name] for name in known if fnmatchcase(name, glob)]
+            idle[glob] = f"what it matches is taken by {taken[0]!r} before it" if taken else suggest(glob, known)
+    return chosen, idle
 
 
 def suggest(glob: str, names: Iterable[str], most: int = 8) -> str:

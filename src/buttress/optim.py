@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from buttress.attention import SplitLinear
+from buttress.attention import ProjectedAttention, SplitLinear
 from buttress.chain import Chain
 from buttress.errors import RuleError
 from buttress.layer import StructuredLinear
-from buttress.naming import first_match, is_conv1d, modules, parameters, suggest
+from buttress.naming import first_match, is_conv1d, join, modules, parameters, suggest
 from buttress.scaling import init_std, lr_multiplier, rate
 from buttress.table import render
 
@@ -163,15 +163,15 @@ def _rates(
         raise RuleError(f"lr must be a number >= 0, got {lr!r}")
     rate(rule, 1, 1)
     facts = _facts(model)
-    names: dict[int, list[str]] = {}
-    for name, parameter in parameters(model).items():
-        names.setdefault(id(parameter), []).append(name)
     every = parameters(model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in every.items():
+        names.setdefault(id(parameter), []).append(name)
     named = {found[0]: every[found[0]] for found in names.values()}
-    extra, unused = first_match(scale or {}, named)
-    if unused:
-        raise RuleError(f"scale: no parameter matches {unused[0]!r}; {suggest(unused[0], named)}")
-    widths = _Widths(base)
+    extra, idle = first_match(scale or {}, every)
+    for glob, reason in idle.items():
+        raise RuleError(f"scale: no parameter matches {glob!r}; {reason}")
+    widths = _Widths(base, facts)
     for name, parameter in named.items():
         if not parameter.requires_grad:
             continue
@@ -189,9 +189,9 @@ def _rates(
                 why.append(f"kappa = {kappa:.4g}: {slices}, 1 of {len(f.chain.factors)}")
             else:
                 why.append("naive: the dense layer's rate")
-        if name in extra:
-            multiplier *= extra[name]
-            why.append(f"scale {extra[name]:.4g}")
+        if scales := [extra[n] for n in names[id(parameter)] if n in extra]:
+            multiplier *= scales[0]
+            why.append(f"scale {scales[0]:.4g}")
         if others := names[id(parameter)][1:]:
             why.append(f"shared with {', '.join(others)}")
         decay = weight_decay if f.decays else 0.0
@@ -203,14 +203,26 @@ def _rates(
 class _Widths:
     """The sizes each layer had where the learning rate was tuned."""
 
-    def __init__(self, base: Base | None) -> None:
+    def __init__(self, base: Base | None, facts: Mapping[str, _Facts]) -> None:
         self.given: dict[str, tuple[int, int | None]] | None = None
         self.vectors: dict[str, _Facts] = {}
         if isinstance(base, nn.Module):
             self.vectors = _facts(base)
             self.given = {f.layer: f.sizes for f in self.vectors.values() if f.matrix}
+            # A dense layer may stand where the base has parts.
+            for name, module in modules(base):
+                if isinstance(module, SplitLinear):
+                    self.given[name] = (module.in_features, module.out_features)
+                elif isinstance(module, ProjectedAttention):
+                    self.given[name] = (module.embed_dim, module.embed_dim)
         elif base is not None:
             self.given = {n: v if isinstance(v, tuple) else (v, None) for n, v in base.items()}
+            layers = {f.layer for f in facts.values()}
+            for name in self.given:
+                if not any(layer == name or layer.startswith(f"{name}.") for layer in layers):
+                    raise RuleError(
+                        f"base names a layer that the model does not have: {name!r}; {suggest(name, layers)}"
+                    )
 
     def transfer(self, name: str, f: _Facts, rule: str) -> tuple[float, str]:
         """rate(this layer) / rate(the same layer of the base), and its reason."""
@@ -230,11 +242,20 @@ class _Widths:
         return rate(rule, d_in, d_out) / rate(rule, base_in, base_out), f"width {base_in} -> {d_in}"
 
     def _vector(self, name: str, f: _Facts, rule: str) -> tuple[float, str]:
-        assert self.given is not None
+        """Only a rule that looks at d_out tells vectors of different lengths apart."""
+        if rate(rule, 1, 1) == rate(rule, 1, 2) or f.d_out == 1:
+            return 1.0, "width does not count"
         then = self.vectors.get(name)
-        size = then.d_out if then else self.given.get(f.layer, (1, None))[1]
-        ratio = rate(rule, 1, f.d_out) / rate(rule, 1, size or f.d_out)
-        return ratio, "width does not count" if ratio == 1 else f"size {size} -> {f.d_out}"
+        try:
+            size = then.d_out if then else self._find(f)[1]
+        except RuleError:
+            size = None
+        if size is None:
+            raise RuleError(
+                f"the {rule} rule needs the size of {name} at the base width: give base={{name: (d_in, d_out)}} "
+                f"for {f.layer} (d_in is 1 for a vector) or a base model"
+            )
+        return rate(rule, 1, f.d_out) / rate(rule, 1, size), f"size {size:g} -> {f.d_out}"
 
     def _find(self, f: _Facts) -> tuple[int, float | None]:
         """The base's layer of this name, or the part that it has in a fused one."""
@@ -257,20 +278,23 @@ def _facts(model: nn.Module) -> dict[str, _Facts]:
     for name, module in modules(model):
         if isinstance(module, SplitLinear):
             shares |= {id(p): n / module.out_features for p, n in zip(module.parts, module.sizes, strict=True)}
-        prefix = f"{name}." if name else ""
         for key, f in _owned(name, module).items():
             # A structured layer speaks for its factors before the dictionary that holds them does.
-            found.setdefault(prefix + key, replace(f, share=shares.get(id(module), 1.0)))
+            found.setdefault(join(name, key), replace(f, share=shares.get(id(module), 1.0)))
     return found
 
 
 def _owned(name: str, module: nn.Module) -> dict[str, _Facts]:
     """Facts about the parameters that one module owns."""
-    if isinstance(module, StructuredLinear):
-        return _structured(name, module)
+    return _structured(name, module) if isinstance(module, StructuredLinear) else _plain(name, module)
+
+
+def _plain(name: str, module: nn.Module) -> dict[str, _Facts]:
     facts = {}
     for key, p in module.named_parameters(recurse=False):
         d_in, d_out, kind = 1, p.shape[-1] if p.dim() else 1, "vector: one number a feature"
+        if isinstance(module, nn.MultiheadAttention) and key == "in_proj_bias":
+            d_out //= 3
         layer, matrix = name, False
         if isinstance(module, nn.Linear) and key == "weight":
             d_out, d_in = p.shape
@@ -280,7 +304,9 @@ def _owned(name: str, module: nn.Module) -> dict[str, _Facts]:
             matrix, kind = True, "dense (Conv1D)"
         elif isinstance(module, nn.modules.conv._ConvNd) and key == "weight":
             # Transposed convolutions store (in, out, ...).
-            d_in, d_out = (p[:, 0].numel(), p.shape[1]) if module.transposed else (p[0].numel(), p.shape[0])
+            d_in, d_out = p[0].numel(), p.shape[0]
+            if module.transposed:
+                d_in, d_out = p[:, 0].numel() // module.groups, p.shape[1] * module.groups
             matrix, kind = True, "convolution"
         elif isinstance(module, nn.MultiheadAttention) and key.endswith("proj_weight"):
             d_out, d_in = p.shape
@@ -303,6 +329,8 @@ def _structured(name: str, module: StructuredLinear) -> dict[str, _Facts]:
         )
         for f in chain.factors
     }
-    facts |= {f"gains.{key}": _Facts("gain: the base rate", f"{name}.gains", 1, 1, False, False) for key in module.gains}
+    facts |= {
+        f"gains.{key}": _Facts("gain: the base rate", f"{name}.gains", 1, 1, False, False) for key in module.gains
+    }
     facts["bias"] = _Facts("vector: one number a feature", name, 1, module.out_features, False, False)
-    return facts
+    return _plain(name, module) | facts

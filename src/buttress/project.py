@@ -38,10 +38,13 @@ class Projection:
 def project(structure: Structure, weight: Tensor) -> Projection:
     """The matrix of this structure nearest to `weight`, of shape (d_out, d_in).
 
-    Law: project(s, dense form of project(s, W)) has error 0, and W of the structure is found exactly.
+    Law: project(s, dense form of project(s, W)) has error 0, and W of the structure is found, up to
+    rounding. The error is that of the factors before they are rounded to the weight's dtype.
     """
     if weight.dim() != 2:
         raise ShapeError(f"project takes a (d_out, d_in) matrix, got a tensor of shape {tuple(weight.shape)}")
+    if not bool(weight.isfinite().all()):
+        raise ShapeError("project needs finite numbers, but the weight holds NaN or infinity")
     d_out, d_in = weight.shape
     chain = structure.chain(d_in, d_out)
     exact = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
@@ -142,7 +145,8 @@ def _deal(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
     wanted = (*first.batch_axes, *second.batch_axes, *second.out_axes, *first.in_axes)
     parts = _permute(tensor, axes, wanted).reshape(-1, second.d_out, first.d_in)
     left, right, root = _truncated_svd(parts, int(counts.max()))
-    left, right = left * root[:, None, :], right * root[..., None]
+    # All on one side: an entry that is zero on both would never get a gradient.
+    left = left * root[:, None, :] ** 2
     found_1 = tensor.new_zeros(first.shape)
     found_1[blocks_1, _places(chain, middle, old, first.out_axes)] = right[pair, term]
     found_2 = tensor.new_zeros(second.shape)

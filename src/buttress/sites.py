@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from buttress.attention import PROJECTIONS, ProjectedAttention, linear_of, unpacked
 from buttress.errors import PlanError
-from buttress.naming import is_conv1d, modules
+from buttress.naming import is_conv1d, join, modules
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def find(model: nn.Module) -> dict[str, Site]:
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    compiled = {id(m._modules["_orig_mod"]) for m in model.modules() if "_orig_mod" in m._modules}
+    compiled = compiled_alone(model)
     inside: tuple[str, ...] = ()
     for name, module in unique(model):
         if name.startswith(inside):
@@ -71,7 +71,7 @@ def _projections(model: nn.Module, name: str, module: nn.MultiheadAttention, odd
     packed = next((w for k, w in module._parameters.items() if k.endswith("proj_weight") and w is not None), None)
     for projection in PROJECTIONS:
         yield Site(
-            f"{name}.{projection}" if name else projection,
+            join(name, projection),
             f"{type(module).__name__}.{projection}",
             module,
             module.out_proj._parameters.get("weight") if projection == "out_proj" else packed,
@@ -97,6 +97,8 @@ def _odd(module: nn.Module, compiled: bool) -> str | None:
                 "remove that first, with torch.nn.utils.parametrize.remove_parametrizations or its like, or leave the "
                 "layer out of the plan"
             )
+    if isinstance(module, nn.Linear) and (set(module._parameters) - {"weight", "bias"} or module._buffers):
+        return "it has parameters or buffers besides weight and bias, which would be lost: leave it out of the plan"
     return None
 
 
@@ -113,6 +115,18 @@ def _transposed(module: nn.Module) -> nn.Linear:
 
 def _projection(module: nn.MultiheadAttention, projection: str) -> nn.Linear:
     return unpacked(module)[projection]
+
+
+def compiled_alone(model: nn.Module) -> set[int]:
+    """Ids of the modules that torch.compile wraps directly: what is compiled there cannot be exchanged."""
+    return {id(m._modules["_orig_mod"]) for m in model.modules() if "_orig_mod" in m._modules}
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """DDP and FSDP keep lists of parameters: new ones would never be synchronised."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) or "FSDP" in type(module).__name__:
+            raise PlanError("the model is wrapped for distributed training already: wrap it after replacing layers")
 
 
 def unique(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

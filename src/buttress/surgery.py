@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from buttress.attention import PROJECTIONS, ProjectedAttention, SplitLinear, linear_of, unpacked
 from buttress.errors import ButtressError, PlanError
 from buttress.layer import StructuredLinear
-from buttress.naming import first_match, modules, suggest
+from buttress.naming import first_match, join, modules, suggest
 from buttress.project import project
-from buttress.sites import Site, find, put, unique
+from buttress.sites import Site, compiled_alone, find, put, refuse_wrapped, unique
 from buttress.structures import Structure, parse
 from buttress.table import render, show
 
@@ -155,12 +155,14 @@ def replace_(
     Linear layers are nn.Linear, transformers' Conv1D, and the projections q_proj, k_proj, v_proj and
     out_proj of nn.MultiheadAttention. `init="mup"` draws new weights (zero stays zero), "project"
     keeps the nearest to the old ones. `split` maps globs of fused layers to the number of equal
-    parts, or to a tuple of output sizes: {"*.c_attn": 3}. `dry_run` only reports.
+    parts, or to a tuple of output sizes: {"*.c_attn": 3}. `dry_run` only reports. Biases stay as they
+    are. Replace before wrapping a model in DDP or FSDP and before adding hooks.
 
     >>> report = replace_(model, {"*.mlp.*": BTT(rank=2), "*.attn.*": Monarch(4)})
     """
     if init not in ("mup", "project"):
         raise PlanError(f"init must be 'mup' or 'project', got {init!r}")
+    refuse_wrapped(model)
     sites = find(model)
     entries = _entries(model, plan, sites, normalize, split or {})
     made: list[tuple[Site, nn.Module]] = []
@@ -183,6 +185,11 @@ def densify_(model: nn.Module) -> nn.Module:
     """Turn every structured layer back into nn.Linear (attention into nn.MultiheadAttention), in place."""
     if isinstance(model, SplitLinear | StructuredLinear | ProjectedAttention):
         raise PlanError("the model is itself one structured layer, which cannot be turned in place: use to_dense()")
+    refuse_wrapped(model)
+    ours = (SplitLinear, StructuredLinear, ProjectedAttention)
+    if any(isinstance(m, ours) for m in model.modules() if id(m) in compiled_alone(model)):
+        raise PlanError("a structured layer was compiled by itself, and the compiled code keeps it: compile afterwards")
+    encoders = _encoders(model)
     inside: tuple[str, ...] = ()
     for name, module in list(unique(model)):
         if name.startswith(inside):
@@ -193,7 +200,7 @@ def densify_(model: nn.Module) -> nn.Module:
         elif isinstance(module, SplitLinear | StructuredLinear):
             inside += (f"{name}.",)
             put(model, name, _dense(module))
-    _fast_paths(model)
+    _fused(encoders, allowed=True)
     return model
 
 
@@ -223,32 +230,36 @@ def _entries(
 ) -> list[PlanEntry]:
     if not sites:
         raise PlanError("nothing to replace: the model has no linear layer")
-    splits, unused = first_match(split, sites)
-    for glob in unused:
-        raise PlanError(f"split: no linear layer matches {glob!r}; {suggest(glob, sites)}")
+    splits, idle = first_match(split, sites)
+    for glob, why in idle.items():
+        raise PlanError(f"split: no linear layer matches {glob!r}; {why}")
     if isinstance(plan, Plan):
         if split or normalize:
             raise PlanError("a saved Plan says itself what is split and normalised: leave those arguments out")
-        missing = [e.name for e in plan.entries if e.name not in sites]
-        if missing:
-            raise PlanError(
-                f"the plan names a layer that the model does not have: {missing[0]!r}; {suggest(missing[0], sites)}"
-            )
+        names = [e.name for e in plan.entries]
+        for name in names:
+            if name not in sites:
+                why = suggest(name, sites)
+                raise PlanError(f"the plan names a layer that the model does not have: {name!r}; {why}")
+        if len(set(names)) < len(names):
+            raise PlanError("the plan names a layer twice")
+        if not names:
+            raise PlanError("nothing to replace: the plan is empty")
         return list(plan.entries)
     if isinstance(plan, Structure):
-        head = _head(model, sites)
-        chosen: dict[str, Structure | None] = {name: plan for name in sites if name != head}
+        head = _head(model)
+        chosen: dict[str, Structure | None] = {n: plan for n, site in sites.items() if id(site.owner) not in head}
     elif isinstance(plan, Mapping):
         for glob, value in plan.items():
             if value is not None and not isinstance(value, Structure):
                 raise PlanError(
                     f"the plan gives {glob!r} the value {value!r}: a Structure or None is needed; parse() reads texts"
                 )
-        chosen, unused = first_match(plan, sites)
-        for glob in unused:
+        chosen, idle = first_match(plan, sites)
+        for glob, why in idle.items():
             taken = [n for n, m in modules(model) if isinstance(m, StructuredLinear)]
-            again = first_match({glob: 0}, taken)[0]
-            reason = f"{next(iter(again))} is structured already" if again else suggest(glob, sites)
+            again, _ = first_match({glob: None}, taken)
+            reason = f"{next(iter(again))} is structured already" if again else why
             raise PlanError(f"no linear layer matches {glob!r}: {reason}")
     else:
         raise PlanError(f"a plan is a Structure, a mapping of name globs, or a Plan; got {plan!r}")
@@ -288,19 +299,21 @@ def _parts(name: str, parts: int | Sequence[int], site: Site) -> tuple[int, ...]
     return sizes
 
 
-def _head(model: nn.Module, sites: Mapping[str, Site]) -> str | None:
-    """Name of the output layer: what the model itself calls so, else the last linear layer."""
-    names = {id(m): n for n, m in modules(model)}
+def _head(model: nn.Module) -> set[int]:
+    """Ids of the modules of the output layer: what the model itself calls so, else its last linear layer."""
     for method in ("get_output_embeddings", "get_classifier"):
         ask = getattr(model, method, None)
-        if callable(ask):
-            try:
-                head = ask()
-            except (NotImplementedError, AttributeError):
-                continue
-            if isinstance(head, nn.Module) and (found := names.get(id(head))) is not None:
-                return found
-    return next(reversed(list(sites)), None)
+        try:
+            named = ask() if callable(ask) else None
+        except (NotImplementedError, AttributeError):
+            continue
+        heads = [m for m in (named if isinstance(named, tuple | list) else [named]) if isinstance(m, nn.Module)]
+        found = {id(part) for m in heads for part in m.modules()}
+        if found & {id(m) for m in model.modules()}:
+            return found
+    owners = {id(site.owner) for site in find(model).values()}
+    linear = [m for m in model.modules() if id(m) in owners or isinstance(m, StructuredLinear)]
+    return {id(linear[-1])} if linear else set()
 
 
 def _build(
@@ -367,6 +380,9 @@ def _fill(layer: StructuredLinear, weight: Tensor, dry_run: bool) -> float:
     """Give a layer the factors nearest to a weight; returns the relative error."""
     if weight.is_meta:
         raise PlanError("init='project' needs the weights, but the model is on the meta device")
+    if not bool(weight.any()):
+        # A zero start is exact, and leaves the other factors something to learn from.
+        return 0.0
     found = project(layer.structure, weight)
     if not dry_run:
         layer.assign(found.factors)
@@ -385,7 +401,7 @@ def _count_after(model: nn.Module, made: list[tuple[Site, nn.Module]]) -> int:
         if isinstance(owner, nn.MultiheadAttention):
             # Projections that stay dense become layers of their own.
             for projection, linear in unpacked(owner).items():
-                if (f"{name}.{projection}" if name else projection) not in replaced:
+                if join(name, projection) not in replaced:
                     total += _count(linear)
             total += sum(_size(p) for p in (owner.bias_k, owner.bias_v) if p is not None)
     return total
@@ -393,13 +409,16 @@ def _count_after(model: nn.Module, made: list[tuple[Site, nn.Module]]) -> int:
 
 def _swap(model: nn.Module, made: list[tuple[Site, nn.Module]]) -> None:
     untied = _warn_of_ties(model, [site for site, _ in made])
+    for site, _ in made:
+        if site.owner._forward_hooks or site.owner._forward_pre_hooks:
+            log.warning("%s had forward hooks: they went with the dense layer", site.name)
     for site, module in made:
         site.put(module)
     config = getattr(model, "config", None)
     if untied and config is not None and getattr(config, "tie_word_embeddings", False):
         # Or transformers would try to tie them again on the next save or load.
         config.tie_word_embeddings = False
-    _fast_paths(model)
+    _fused(_encoders(model), allowed=False)
 
 
 def _warn_of_ties(model: nn.Module, sites: list[Site]) -> bool:
@@ -427,20 +446,24 @@ def _warn_of_ties(model: nn.Module, sites: list[Site]) -> bool:
     return untied
 
 
-def _fast_paths(model: nn.Module) -> None:
-    """Switch torch's fused encoder layers off where they would read weights past our modules, else on."""
-    # Layers before the encoders that hold them, because an encoder asks its layers.
-    for module in reversed(list(model.modules())):
-        ours = any(isinstance(m, StructuredLinear) for m in module.modules())
+def _encoders(model: nn.Module) -> list[nn.Module]:
+    """torch's encoders and encoder layers that hold structured layers, layers before what holds them."""
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
+    found = [m for m in model.modules() if isinstance(m, kinds)]
+    return [m for m in reversed(found) if any(isinstance(part, StructuredLinear) for part in m.modules())]
+
+
+def _fused(encoders: list[nn.Module], *, allowed: bool) -> None:
+    """Let encoders take torch's fused path, or not where it would read weights past our modules."""
+    for module in encoders:
         if isinstance(module, nn.TransformerEncoderLayer):
-            if ours:
-                module.activation_relu_or_gelu = 0
-            elif module.activation_relu_or_gelu == 0:
-                known = {torch.nn.functional.relu: 1, torch.nn.functional.gelu: 2}
-                kinds = {nn.ReLU: 1, nn.GELU: 2}
-                module.activation_relu_or_gelu = known.get(module.activation, kinds.get(type(module.activation), 0))
+            # The flag says which activation the fused path has to apply; 0 keeps it off.
+            kinds = ((1, nn.ReLU, torch.nn.functional.relu), (2, nn.GELU, torch.nn.functional.gelu))
+            act = module.activation
+            known = next((n for n, kind, function in kinds if act is function or isinstance(act, kind)), 0)
+            module.activation_relu_or_gelu = known if allowed else 0
         elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = not ours and _takes_nested(module)
+            module.use_nested_tensor = allowed and _takes_nested(module)
 
 
 def _takes_nested(encoder: nn.TransformerEncoder) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buttress.chain import Chain
-from buttress.errors import ShapeError
+from buttress.errors import ButtressError, ShapeError
 from buttress.ops import bmm, reference
 
 Impl = Literal["reference", "bmm"]
@@ -45,10 +45,8 @@ def apply(
             f"this layer takes {chain.d_in} features in the last dimension, got a tensor of shape {tuple(x.shape)}"
         )
     if impl not in IMPLEMENTATIONS:
-        raise ShapeError(f"unknown implementation {impl!r}: there are {', '.join(IMPLEMENTATIONS)}")
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+        raise ButtressError(f"unknown implementation {impl!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    if (dtype := _autocast_dtype(x)) is not None:
         x = x.to(dtype)
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
@@ -62,7 +60,18 @@ def apply(
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
 
 
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast would turn x into, where it is on; as in torch, float64 is left alone."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl = "bmm") -> Tensor:
-    """The (d_out, d_in) matrix: the chain applied to the identity."""
+    """The (d_out, d_in) matrix: the chain applied to the identity, in the factors' own precision."""
     eye = torch.eye(chain.d_in, dtype=factors[0].dtype, device=factors[0].device)
-    return apply(chain, eye, factors, impl=impl).mT
+    if _autocast_dtype(eye) is None:
+        return apply(chain, eye, factors, impl=impl).mT
+    with torch.autocast(eye.device.type, enabled=False):
+        return apply(chain, eye, factors, impl=impl).mT

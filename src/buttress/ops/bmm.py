@@ -33,9 +33,7 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         for weight in factors:
             x = F.linear(x, weight[0])
         return x
-    z = x.reshape(-1, *how.split)
-    if chain.window:
-        z, _ = read_window(chain, z)
+    z = read_window(chain, x.reshape(-1, *how.split))[0].flatten(1) if chain.window else x
     if (
         not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
@@ -100,6 +98,9 @@ class Layout:
     plain: bool
     """Nothing but plain matrices one after the other."""
     split: Sizes
+    """Axes of x."""
+    read: Sizes
+    """Axes of x as it is read: through the window, if there is one."""
     steps: tuple[Step, ...]
     order: Order
     unorder: Order
@@ -114,6 +115,7 @@ def prepare(chain: Chain) -> Layout:
         return tuple([-1 if a == TOKENS else chain.sizes[a] for a in axes])
 
     held: Axes = (TOKENS, *chain.x, *(chain.window[1:] if chain.window else ()))
+    read = sizes(held[1:])
     steps = []
     for i, f in enumerate(chain.factors):
         first, last = i == 0, i == len(chain.factors) - 1
@@ -149,8 +151,9 @@ def prepare(chain: Chain) -> Layout:
         held = (*made, TOKENS)
     order = _order(held, (TOKENS, *chain.y))
     layout = Layout(
-        plain=not any(f.batch_axes or f.shared_axes or f.regroup for f in chain.factors),
+        plain=_plain(chain),
         split=sizes(chain.x),
+        read=read,
         steps=tuple(steps),
         order=order,
         unorder=_inverse(order),
@@ -159,6 +162,13 @@ def prepare(chain: Chain) -> Layout:
     )
     chain.memo["bmm"] = layout
     return layout
+
+
+def _plain(chain: Chain) -> bool:
+    """Whether each factor takes all of what the one before it made, in the same order."""
+    orders = [chain.x, *(axes for f in chain.factors for axes in (f.in_axes, f.out_axes)), chain.y]
+    joined = all(made == taken for made, taken in zip(orders[::2], orders[1::2], strict=True))
+    return joined and not chain.window and not any(f.batch_axes or f.shared_axes or f.regroup for f in chain.factors)
 
 
 def _order(held: Axes, wanted: Axes) -> Order:
@@ -172,6 +182,7 @@ def _inverse(order: Order) -> Order:
 def _forward(how: Layout, z: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """The result, and what each factor but the first was applied to."""
     kept = []
+    z = z.reshape(-1, *how.read)
     for step, weight in zip(how.steps, factors, strict=True):
         blocks = step.arrange(z)
         kept.append(blocks)
@@ -189,7 +200,11 @@ class _Chain(torch.autograd.Function):
     def forward(ctx: Any, how: Layout, z: Tensor, *factors: Tensor) -> Tensor:
         y, kept = _forward(how, z, factors)
         ctx.how = how
-        ctx.save_for_backward(z, *factors, *kept)
+        ctx.shape = z.shape
+        # What a factor was applied to is needed for that factor's gradient alone.
+        learns = ctx.needs_input_grad[2:]
+        between = [k if wanted else None for k, wanted in zip(kept, learns[1:], strict=True)]
+        ctx.save_for_backward(z if any(learns) else None, *factors, *between)
         return y
 
     @staticmethod
@@ -200,9 +215,12 @@ class _Chain(torch.autograd.Function):
         factors, kept = rest[:count], rest[count:]
         wanted = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            # A second derivative is asked for: let torch find the first one.
-            inputs = [t for t, w in zip((z, *factors), wanted, strict=True) if w]
-            found = iter(torch.autograd.grad(_forward(how, z, factors)[0], inputs, grad, create_graph=True))
+            # A second derivative is asked for: let torch find the first one. Of aliases, because the
+            # inputs may depend on each other. Where only x is wanted its value does not matter.
+            given = (grad.new_zeros(ctx.shape, requires_grad=True) if z is None else z, *factors)
+            alias = [t.view_as(t) for t in given]
+            inputs = [t for t, w in zip(alias, wanted, strict=True) if w]
+            found = iter(torch.autograd.grad(_forward(how, alias[0], alias[1:])[0], inputs, grad, create_graph=True))
             return (None, *(next(found) if w else None for w in wanted))
         grads: list[Tensor | None] = [None] * (count + 1)
         for i in reversed(range(count)):
@@ -215,10 +233,10 @@ class _Chain(torch.autograd.Function):
             else:
                 out = grad.reshape(step.blocks, step.d_out, -1)
             if wanted[i + 1]:
-                rows = kept[i - 1].mT if i else step.arrange(z)
+                rows = kept[i - 1].mT if i else step.arrange(z.reshape(-1, *how.read))
                 grads[i + 1] = step.gather(torch.bmm(out, rows))
             if i:
                 grad = step.restore(torch.bmm(weight.mT, out))
             elif wanted[0]:
-                grads[0] = step.restore(torch.bmm(out.mT, step.spread(weight)))
+                grads[0] = step.restore(torch.bmm(out.mT, step.spread(weight))).reshape(ctx.shape)
         return (None, *grads)

@@ -6,9 +6,9 @@ import ast
 import difflib
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from math import isqrt
 from typing import Any, TypeVar, dataclass_transform
 
 from buttress.chain import Axes, Chain
@@ -134,19 +134,20 @@ def split(n: int, parts: int) -> tuple[int, ...]:
 @cache
 def most_even(n: int, parts: int) -> tuple[int, ...]:
     """The factorisation of n into `parts` factors whose largest and smallest are closest in ratio, ascending."""
+    return min(_factorisations(n, parts, 1), key=lambda found: found[-1] / found[0])
+
+
+def _factorisations(n: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write n as a product of `parts` ascending factors, none below `least`."""
     if parts == 1:
-        return (n,)
-    best: tuple[int, ...] | None = None
-    for first in range(1, isqrt(n) + 1 if parts == 2 else int(n ** (1 / parts) + 1e-9) + 1):
-        # `first` is the smallest factor, so the rest must not go below it.
-        if n % first:
-            continue
-        rest = most_even(n // first, parts - 1)
-        found = tuple(sorted((first, *rest)))
-        if best is None or found[-1] * best[0] < best[-1] * found[0]:
-            best = found
-    assert best is not None  # first = 1 always divides
-    return best
+        yield (n,)
+        return
+    first = least
+    while first**parts <= n:
+        if n % first == 0:
+            for rest in _factorisations(n // first, parts - 1, first):
+                yield (first, *rest)
+        first += 1
 
 
 def bonds(structure: Structure, rank: int | tuple[int, ...], cores: int) -> tuple[int, ...]:

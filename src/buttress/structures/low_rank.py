@@ -23,6 +23,8 @@ class LowRank(Structure):
             positive(self, rank=self.rank)
         if self.fraction is not None and not (isinstance(self.fraction, float | int) and 0 < self.fraction <= 1):
             raise StructureError(f"LowRank: fraction must lie in (0, 1], got {self.fraction!r}")
+        if self.fraction is not None:
+            object.__setattr__(self, "fraction", float(self.fraction))  # numpy's floats have another text
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         small = min(d_in, d_out)

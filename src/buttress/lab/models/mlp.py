@@ -1,0 +1,34 @@
+"""The residual MLP of the paper's CIFAR experiments (appendix "Model architectures")."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """x + W2 GELU(W1 LayerNorm(x)), with W2 starting at zero."""
+
+    def __init__(self, width: int, *, expansion: int = 4, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, expansion * width, bias=bias)
+        self.down = nn.Linear(expansion * width, width, bias=bias)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class MLP(nn.Module):
+    """Input layer, GELU, `depth` residual blocks, and a head that starts at zero; no norm before the head."""
+
+    def __init__(self, d_in: int, width: int, classes: int, *, depth: int = 3, bias: bool = True) -> None:
+        super().__init__()
+        self.input = nn.Linear(d_in, width, bias=bias)
+        self.blocks = nn.Sequential(*(Block(width, bias=bias) for _ in range(depth)))
+        self.head = nn.Linear(width, classes, bias=bias)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(F.gelu(self.input(x.flatten(1)))))
