@@ -138,7 +138,7 @@ def figure(curves: list[Curve], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     canvas, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    window = 50
+    window = min(50, len(curves[0].losses[0]))
     for c, colour in zip(curves, ("#444444", "#c0392b", "#e6a39b"), strict=True):
         mean = torch.tensor(c.losses).mean(0)
         smooth = mean.unfold(0, window, 1).mean(1)

@@ -126,9 +126,7 @@ def plot(checks: Mapping[str, CoordinateCheck], path: str | Path, names: Sequenc
         import matplotlib.pyplot as plt
     except ImportError:
         raise MissingExtraError("plots need matplotlib: pip install 'buttress[lab]'") from None
-    figure, axes = plt.subplots(
-        2, len(checks), figsize=(4.2 * len(checks) + 1, 7), squeeze=False, sharex=True, sharey="row"
-    )
+    figure, axes = plt.subplots(2, len(checks), figsize=(6 * len(checks), 7), squeeze=False, sharex=True, sharey="row")
     for column, (title, check) in enumerate(checks.items()):
         for row, quantity in enumerate(("feature", "change")):
             panel = axes[row][column]
@@ -141,7 +139,9 @@ def plot(checks: Mapping[str, CoordinateCheck], path: str | Path, names: Sequenc
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")
             panel.grid(alpha=0.3)
-            panel.legend(fontsize=7, title="slope in brackets", title_fontsize=7)
+            panel.legend(
+                fontsize=7, title="slope in brackets", title_fontsize=7, frameon=False, loc=2, bbox_to_anchor=(1, 1)
+            )
         axes[0][column].set_title(title)
         axes[1][column].set_xlabel("width")
     axes[0][0].set_ylabel("RMS of features")

@@ -1,0 +1,43 @@
+"""The public names, pinned: other people's code uses them."""
+
+import inspect
+
+import buttress as bt
+
+DESIGN = {
+    "BTT", "BlockDiagonal", "Convolution", "Dense", "Kronecker", "LowRank", "Monarch", "TensorTrain",
+    "parse", "structures", "init_std", "lr_multiplier", "StructuredLinear", "replace_", "densify_", "Plan",
+    "param_groups", "explain", "cost", "project",
+}  # fmt: skip
+
+
+def test_names() -> None:
+    assert set(bt.__all__) >= DESIGN
+    assert all(hasattr(bt, name) for name in bt.__all__)
+    assert bt.__all__ == sorted(bt.__all__)
+
+
+def test_signatures() -> None:
+    def names(function: object) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert names(bt.StructuredLinear) == [
+        "in_features", "out_features", "structure", "bias", "zero_init", "normalize", "device", "dtype",
+    ]  # fmt: skip
+    assert names(bt.replace_)[:5] == ["model", "plan", "init", "normalize", "split"]
+    assert names(bt.param_groups) == [
+        "model", "lr", "base", "weight_decay", "rule", "scale", "structure_aware",
+    ]  # fmt: skip
+    assert names(bt.explain) == names(bt.param_groups)
+    assert names(bt.lr_multiplier) == ["factor", "chain", "rule"]
+    assert names(bt.project) == ["structure", "weight"]
+    assert names(bt.StructuredLinear.from_dense) == ["linear", "structure", "normalize"]
+
+
+def test_a_chain_and_its_factors_answer_what_is_asked() -> None:
+    chain = bt.BTT(rank=4).chain(1024, 4096)
+    assert (chain.d_in, chain.d_out, chain.params, chain.macs) == (1024, 4096, 786432, 786432)
+    assert not chain.shares_parameters
+    first = chain.factors[0]
+    assert (first.name, first.blocks, first.d_out, first.d_in, first.shared) == ("R", 32, 256, 32, 1)
+    assert (first.params, first.macs) == (262144, 262144)
