@@ -15,9 +15,10 @@ groups. This module uses the standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain as joined
 from math import prod
 from typing import Any
 
@@ -108,23 +109,24 @@ class Chain:
         `window="n w"` reads axis n of x through a circular window of length w. `regroup` maps a
         factor's name to ("held axes", "new axes"). `std` overrides the initial scale of a factor.
         """
-        for label, value in (("d_in", d_in), ("d_out", d_out)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ChainError(f"{label} must be an integer >= 1, got {value!r}")
         x_axes, y_axes = _axes(x, "x"), _axes(y, "y")
-        used = {*x_axes, *y_axes, *(a for axes in factors.values() for a in axes.split())}
-        used |= {a for pair in (regroup or {}).values() for axes in pair for a in axes.split()}
         pair = _window(window, x_axes)
-        used |= set(pair or ())
+        axes_of = {name: _axes(text, f"factor {name}") for name, text in factors.items()}
+        groups = {
+            name: (_axes(old, f"regroup before {name}"), _axes(new, f"regroup before {name}"))
+            for name, (old, new) in (regroup or {}).items()
+        }
+        # In the order in which the chain introduces its axes, so that results never vary.
+        every = (*x_axes, *(pair or ()), *joined.from_iterable(axes_of.values()), *y_axes)
+        used = dict.fromkeys((*every, *(a for old, new in groups.values() for a in (*old, *new))))
         _check_sizes(used, sizes)
-
-        def size(axes: Iterable[str]) -> int:
-            return prod(sizes[a] for a in axes)
-
-        for label, axes, needed in (("x", x_axes, d_in), ("y", y_axes, d_out)):
-            if size(axes) < needed:
+        for label, axes, wanted in (("x", x_axes, d_in), ("y", y_axes, d_out)):
+            if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
+                name = "d_in" if label == "x" else "d_out"
+                raise ChainError(f"{name} must be an integer >= 1, got {wanted!r}")
+            if (total := _size(sizes, axes)) < wanted:
                 raise ChainError(
-                    f"the axes of {label} ({' '.join(axes)}) hold {size(axes)} numbers, but {needed} are needed"
+                    f"the axes of {label} ({' '.join(axes)}) hold {total} numbers, but {wanted} are needed"
                 )
         if not factors:
             raise ChainError("a chain needs at least one factor")
@@ -132,66 +134,16 @@ class Chain:
             raise ChainError(
                 f"a window of {sizes[pair[1]]} is longer than the axis of {sizes[pair[0]]} it is moved along"
             )
-        for label, mapping in (("regroup", regroup), ("std", std)):
-            if unknown := set(mapping or ()) - set(factors):
+        for label, mapping in (("regroup", groups), ("std", std or {})):
+            if unknown := set(mapping) - set(factors):
                 raise ChainError(f"{label} names no factor of the chain: {sorted(unknown)}")
-
-        held = set(x_axes) | set(pair or ())
-        spent: set[str] = set()
-        names = list(factors)
-        axes_of = {name: _axes(text, f"factor {name}") for name, text in factors.items()}
-        # Sets have no order; take that in which the chain introduces its axes, so that results never vary.
-        order = dict.fromkeys((*x_axes, *(pair or ()), *(a for axes in axes_of.values() for a in axes)))
-        order |= dict.fromkeys(a for _, new in (regroup or {}).values() for a in new.split())
-        derived = []
-        for i, name in enumerate(names):
-            change = None
-            if regroup and name in regroup:
-                old, new = (_axes(t, f"regroup before {name}") for t in regroup[name])
-                if set(old) != held or size(old) != size(new):
-                    raise ChainError(
-                        f"regroup before {name}: the held axes are {sorted(held)}; got "
-                        f"'{' '.join(old)}' ({size(old)}) -> '{' '.join(new)}' ({size(new)})"
-                    )
-                spent |= held - set(new)
-                held, change = set(new), (old, new)
-            axes = axes_of[name]
-            needed_later = _needed(names[i + 1 :], axes_of, y_axes, regroup)
-            in_axes = tuple(a for a in axes if a in held and a not in needed_later)
-            batch = tuple(a for a in axes if a in held and a in needed_later)
-            out = tuple(a for a in axes if a not in held)
-            shared = tuple(a for a in order if a in held and a not in axes)
-            if again := set(out) & spent:
-                raise ChainError(f"factor {name} creates axis {sorted(again)} anew after it was contracted")
-            if lost := set(out) - needed_later:
-                raise ChainError(f"factor {name} creates axis {sorted(lost)}, which nothing uses")
-            if lost := set(shared) - needed_later:
-                raise ChainError(f"axis {sorted(lost)} is held before factor {name}, but nothing uses it")
-            spent |= set(in_axes)
-            held = held - set(in_axes) | set(out)
-            derived.append(
-                Factor(
-                    name=name,
-                    batch_axes=batch,
-                    out_axes=out,
-                    in_axes=in_axes,
-                    shared_axes=shared,
-                    blocks=size(batch),
-                    d_out=size(out),
-                    d_in=size(in_axes),
-                    shared=size(shared),
-                    std=(std or {}).get(name),
-                    regroup=change,
-                )
-            )
-        if held != set(y_axes):
-            raise ChainError(f"y is made of axes {sorted(y_axes)}, but the chain ends with {sorted(held)}")
+        start = (*x_axes, *(pair or ())[1:])
         return cls(
             d_in=d_in,
             d_out=d_out,
             x=x_axes,
             y=y_axes,
-            factors=tuple(derived),
+            factors=tuple(_walk(start, axes_of, y_axes, groups, sizes, std or {}, list(used))),
             axis_sizes=tuple(sorted((a, sizes[a]) for a in used)),
             window=pair,
         )
@@ -285,24 +237,80 @@ def _window(window: str | None, x: Axes) -> tuple[str, str] | None:
     raise ChainError(f"a window is 'n w' with n an axis of x and w a new one; got '{window}' for x '{' '.join(x)}'")
 
 
-def _check_sizes(used: set[str], sizes: Mapping[str, int]) -> None:
-    if missing := used - set(sizes):
+def _size(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    return prod(sizes[a] for a in axes)
+
+
+def _check_sizes(used: Iterable[str], sizes: Mapping[str, int]) -> None:
+    if missing := set(used) - set(sizes):
         raise ChainError(f"no size given for axis {sorted(missing)}")
-    for axis in sorted(used):
+    for axis in used:
         if not isinstance(sizes[axis], int) or isinstance(sizes[axis], bool) or sizes[axis] < 1:
             raise ChainError(f"axis {axis} must have a size >= 1, got {sizes[axis]!r}")
 
 
-def _needed(
-    later: list[str],
+def _walk(
+    start: Axes,
     axes_of: Mapping[str, Axes],
     y: Axes,
-    regroup: Mapping[str, tuple[str, str]] | None,
+    groups: Mapping[str, tuple[Axes, Axes]],
+    sizes: Mapping[str, int],
+    std: Mapping[str, float],
+    order: list[str],
+) -> Iterator[Factor]:
+    """Follow the axes that are held from x to y; each factor's groups come out on the way."""
+    held = set(start)
+    spent: set[str] = set()
+    names = list(axes_of)
+    for i, name in enumerate(names):
+        if name in groups:
+            old, new = groups[name]
+            before, after = _size(sizes, old), _size(sizes, new)
+            if set(old) != held or before != after:
+                raise ChainError(
+                    f"regroup before {name}: the held axes are {sorted(held)}; got "
+                    f"'{' '.join(old)}' ({before}) -> '{' '.join(new)}' ({after})"
+                )
+            spent |= held - set(new)
+            held = set(new)
+        axes = axes_of[name]
+        later = _needed(names[i + 1 :], axes_of, y, groups)
+        taken = tuple(a for a in axes if a in held and a not in later)
+        batch = tuple(a for a in axes if a in held and a in later)
+        made = tuple(a for a in axes if a not in held)
+        shared = tuple(a for a in order if a in held and a not in axes)
+        if again := set(made) & spent:
+            raise ChainError(f"factor {name} creates axis {sorted(again)} anew after it was contracted")
+        if lost := set(made) - later:
+            raise ChainError(f"factor {name} creates axis {sorted(lost)}, which nothing uses")
+        if lost := set(shared) - later:
+            raise ChainError(f"axis {sorted(lost)} is held before factor {name}, but nothing uses it")
+        spent |= set(taken)
+        held = held - set(taken) | set(made)
+        yield Factor(
+            name=name,
+            batch_axes=batch,
+            out_axes=made,
+            in_axes=taken,
+            shared_axes=shared,
+            blocks=_size(sizes, batch),
+            d_out=_size(sizes, made),
+            d_in=_size(sizes, taken),
+            shared=_size(sizes, shared),
+            std=std.get(name),
+            regroup=groups.get(name),
+        )
+    if held != set(y):
+        raise ChainError(f"y is made of axes {sorted(y)}, but the chain ends with {sorted(held)}")
+
+
+def _needed(
+    later: list[str], axes_of: Mapping[str, Axes], y: Axes, groups: Mapping[str, tuple[Axes, Axes]]
 ) -> set[str]:
     """Axes that must still be held after a factor, given the names of the later ones."""
     needed: set[str] = set()
     for name in later:
-        if regroup and name in regroup:
-            return needed | set(regroup[name][0].split())
+        if name in groups:
+            return needed | set(groups[name][0])
         needed |= set(axes_of[name])
     return needed | set(y)
