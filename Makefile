@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports pytest test-slow docs bench clean
+.PHONY: demo test lint types imports pytest test-slow test-gpu docs bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -32,6 +32,12 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
+
+test-gpu: $(READY)
+	$(BIN)/pytest -m gpu
+
+bench-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "buttress needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

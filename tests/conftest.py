@@ -1,9 +1,14 @@
 """What every test stands on: fixed seeds, double precision where it matters, optional libraries made importable."""
 
 import contextlib
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU the kernels run under triton's interpreter, which must be chosen before triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # torchvision's CUDA build does not load beside a CPU build of torch, and its fake kernels then find no
 # operators to attach to, which takes timm and transformers down. With the schemas declared they import;

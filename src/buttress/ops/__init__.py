@@ -1,6 +1,7 @@
 """`apply` is the only door to a chain's arithmetic; behind it stand interchangeable implementations.
 
-`reference` is the meaning (one einsum), `bmm` the default everywhere. All give the same answer.
+`reference` is the meaning (one einsum), `bmm` runs everywhere, `triton` is the fused kernels, chosen by
+themselves where they were measured to be faster. All give the same answer or refuse.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from buttress.chain import Chain
 from buttress.errors import ButtressError, ShapeError
-from buttress.ops import bmm, reference
+from buttress.ops import bmm, fused, reference
 
-Impl = Literal["reference", "bmm"]
-IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply}
+Impl = Literal["reference", "bmm", "triton"]
+IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply, "triton": fused.apply}
 
 __all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "prepare"]
 
@@ -25,6 +26,7 @@ __all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "prepare"]
 def prepare(chain: Chain) -> None:
     """Work out a chain's layouts now, so that a compiler that traces `apply` finds them ready."""
     bmm.prepare(chain)
+    fused.prepare(chain)
     _ = chain.padding, chain.sizes
 
 
@@ -34,17 +36,18 @@ def apply(
     factors: Sequence[Tensor],
     bias: Tensor | None = None,
     *,
-    impl: Impl = "bmm",
+    impl: Impl | None = None,
 ) -> Tensor:
     """y = W x + bias for any leading shape of x, where `factors` are W's, in order of application.
 
-    Law: apply(chain, x, factors) = x @ dense(chain, factors).T. Follows autocast as F.linear does.
+    Law: apply(chain, x, factors) = x @ dense(chain, factors).T. Follows autocast as F.linear does. `impl`
+    forces one implementation; without it the fastest that fits is taken.
     """
     if x.dim() == 0 or x.shape[-1] != chain.d_in:
         raise ShapeError(
             f"this layer takes {chain.d_in} features in the last dimension, got a tensor of shape {tuple(x.shape)}"
         )
-    if impl not in IMPLEMENTATIONS:
+    if impl is not None and impl not in IMPLEMENTATIONS:
         raise ButtressError(f"unknown implementation {impl!r}: there are {', '.join(IMPLEMENTATIONS)}")
     if (dtype := _autocast_dtype(x)) is not None:
         x = x.to(dtype)
@@ -52,7 +55,8 @@ def apply(
         bias = None if bias is None else bias.to(dtype)
     pad_in, pad_out = chain.padding
     rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
-    y = IMPLEMENTATIONS[impl](chain, F.pad(rows, (0, pad_in)) if pad_in else rows, factors)
+    run = IMPLEMENTATIONS[impl or ("triton" if fused.preferred(chain, rows) else "bmm")]
+    y = run(chain, F.pad(rows, (0, pad_in)) if pad_in else rows, factors)
     if pad_out:
         y = y[:, : chain.d_out]
     if bias is not None:
@@ -68,7 +72,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl = "bmm") -> Tensor:
+def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:
     """The (d_out, d_in) matrix: the chain applied to the identity, in the factors' own precision."""
     eye = torch.eye(chain.d_in, dtype=factors[0].dtype, device=factors[0].device)
     if _autocast_dtype(eye) is None:
