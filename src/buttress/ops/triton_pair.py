@@ -153,6 +153,8 @@ def _grad_open_wide(
     tl.store(home, acc, (o[:, None] < O) & (d[None, :] < D))
 
 
+SMALL = 4096
+"""Numbers of an accumulator up to which four warps and two stages are best."""
 PROGRAMS = 528
 """Programs wanted of a backward kernel: four for each multiprocessor of an H200."""
 
@@ -193,7 +195,13 @@ def backward(
     dx, dz = torch.empty_like(x), torch.empty_like(z)
     if not count:
         return dx, torch.zeros_like(right), torch.zeros_like(left)
-    common = {"T": z.shape[-1], "P": _precision(x), "num_warps": config.back_warps, "num_stages": config.back_stages}
+    common = {"T": z.shape[-1], "P": _precision(x)}
+
+    def launch(numbers: int) -> dict[str, int]:
+        """Warps and stages for a program whose accumulator holds so many numbers."""
+        if numbers <= SMALL:
+            return {"num_warps": 4, "num_stages": min(2, config.back_stages)}
+        return {"num_warps": config.back_warps, "num_stages": config.back_stages}
 
     def splits(programs: int) -> int:
         return max(1, min(tiles, PROGRAMS // programs))
@@ -205,25 +213,27 @@ def backward(
     dl = x.new_empty(split, p.b, p.a, p.k, dtype=torch.float32)
     strides = (p.z_b, p.z_s, p.y_b, p.y_a)
     _back_close[p.b, parts, split](
-        dy, z, left, dz, dl, count, p.c, p.o, p.b, p.a, p.s, *strides, tiles, BA=ba, BK=bk, SPLIT=split, **common
+        dy, z, left, dz, dl, count, p.c, p.o, p.b, p.a, p.s, *strides, tiles, BA=ba, BK=bk, SPLIT=split,
+        **launch(ba * bk), **common,
     )  # fmt: skip
     bo, bd = _up(p.o, 1 << 20), _up(p.d, 1 << 20)
     if bo * bd <= config.registers and bo <= 256:
         split = splits(p.c)
         dr = x.new_empty(split, p.c, p.o, p.d, dtype=torch.float32)
         _back_open[p.c, split](
-            dz, x, right, dx, dr, count, p.c, p.d, p.o, tiles, BO=bo, BD=bd, SPLIT=split, **common
+            dz, x, right, dx, dr, count, p.c, p.d, p.o, tiles, BO=bo, BD=bd, SPLIT=split,
+            **launch(bo * bd), **common,
         )  # fmt: skip
     else:
         few_o, few_d = _up(p.o, config.inner), _up(p.d, config.out)
         _back_open_wide[tiles, p.c, triton.cdiv(p.d, few_d)](
-            dz, right, dx, count, p.c, p.d, p.o, BO=few_o, BD=few_d, **common
+            dz, right, dx, count, p.c, p.d, p.o, BO=few_o, BD=few_d, **launch(few_d * z.shape[-1]), **common
         )  # fmt: skip
         bo = _up(p.o, max(16, min(128, config.registers // bd)))
         parts = triton.cdiv(p.o, bo)
         split = splits(p.c * parts)
         dr = x.new_empty(split, p.c, p.o, p.d, dtype=torch.float32)
         _grad_open_wide[p.c, parts, split](
-            dz, x, dr, count, p.c, p.d, p.o, tiles, BO=bo, BD=bd, SPLIT=split, **common
+            dz, x, dr, count, p.c, p.d, p.o, tiles, BO=bo, BD=bd, SPLIT=split, **launch(bo * bd), **common
         )  # fmt: skip
     return dx, dr.sum(0).to(right.dtype), dl.sum(0).to(left.dtype)
