@@ -1073,3 +1073,16 @@ def test_a_plan_that_names_a_layer_twice() -> None:
     entry = bt.surgery.PlanEntry("0", bt.BTT())
     with pytest.raises(bt.PlanError, match="twice"):
         bt.replace_(model, bt.Plan((entry, entry)))
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+@pytest.mark.parametrize("zero", [True, False])
+def test_projection_looks_at_the_weight_not_at_what_the_plan_remembers(remembered: bool, zero: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    if zero:
+        nn.init.zeros_(model[0].weight)
+    dense = model[0].weight.detach().clone()
+    plan = bt.Plan((bt.surgery.PlanEntry("0", bt.BTT(rank=4), zero_init=(remembered,)),))
+    row = plan.apply_(model, init="project").rows[0]
+    torch.testing.assert_close(model[0].to_dense(), dense, rtol=0, atol=1e-5)
+    assert row.zero_start is zero

@@ -236,31 +236,13 @@ def _entries(
     if isinstance(plan, Plan):
         if split or normalize:
             raise PlanError("a saved Plan says itself what is split and normalised: leave those arguments out")
-        names = [e.name for e in plan.entries]
-        for name in names:
-            if name not in sites:
-                why = suggest(name, sites)
-                raise PlanError(f"the plan names a layer that the model does not have: {name!r}; {why}")
-        if len(set(names)) < len(names):
-            raise PlanError("the plan names a layer twice")
-        if not names:
-            raise PlanError("nothing to replace: the plan is empty")
+        _check_saved(plan, sites)
         return list(plan.entries)
     if isinstance(plan, Structure):
         head = _head(model)
         chosen: dict[str, Structure | None] = {n: plan for n, site in sites.items() if id(site.owner) not in head}
     elif isinstance(plan, Mapping):
-        for glob, value in plan.items():
-            if value is not None and not isinstance(value, Structure):
-                raise PlanError(
-                    f"the plan gives {glob!r} the value {value!r}: a Structure or None is needed; parse() reads texts"
-                )
-        chosen, idle = first_match(plan, sites)
-        for glob, why in idle.items():
-            taken = [n for n, m in modules(model) if isinstance(m, StructuredLinear)]
-            again, _ = first_match({glob: None}, taken)
-            reason = f"{next(iter(again))} is structured already" if again else why
-            raise PlanError(f"no linear layer matches {glob!r}: {reason}")
+        chosen = _choose(model, plan, sites)
     else:
         raise PlanError(f"a plan is a Structure, a mapping of name globs, or a Plan; got {plan!r}")
     entries = []
@@ -278,6 +260,36 @@ def _entries(
         if name not in replaced:
             raise PlanError(f"split: {name} is not replaced by the plan, so it cannot be split")
     return entries
+
+
+def _check_saved(plan: Plan, sites: Mapping[str, Site]) -> None:
+    names = [e.name for e in plan.entries]
+    for name in names:
+        if name not in sites:
+            near = suggest(name, sites)
+            raise PlanError(f"the plan names a layer that the model does not have: {name!r}; {near}")
+    if len(set(names)) < len(names):
+        raise PlanError("the plan names a layer twice")
+    if not names:
+        raise PlanError("nothing to replace: the plan is empty")
+
+
+def _choose(
+    model: nn.Module, plan: Mapping[str, Structure | None], sites: Mapping[str, Site]
+) -> dict[str, Structure | None]:
+    """What the globs of a plan say of each layer; one that says nothing is an error."""
+    for glob, value in plan.items():
+        if value is not None and not isinstance(value, Structure):
+            raise PlanError(
+                f"the plan gives {glob!r} the value {value!r}: a Structure or None is needed; parse() reads texts"
+            )
+    chosen, idle = first_match(plan, sites)
+    for glob, why in idle.items():
+        taken = [n for n, m in modules(model) if isinstance(m, StructuredLinear)]
+        again, _ = first_match({glob: None}, taken)
+        reason = f"{next(iter(again))} is structured already" if again else why
+        raise PlanError(f"no linear layer matches {glob!r}: {reason}")
+    return chosen
 
 
 def _parts(name: str, parts: int | Sequence[int], site: Site) -> tuple[int, ...]:
@@ -342,13 +354,14 @@ def _build(
     parts: list[nn.Module] = []
     rows = []
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        zero = entry.zero_init[i] if entry.zero_init else not weight.is_meta and not bool(weight.any())
+        blank = not weight.is_meta and not bool(weight.any())
         layer = StructuredLinear(
             weight.shape[1],
             weight.shape[0],
             entry.structure,
             bias=False,
-            zero_init=zero,
+            # What is projected starts where the weight is, whatever a plan remembers of an earlier start.
+            zero_init=blank if entry.zero_init is None or init == "project" else entry.zero_init[i],
             normalize=entry.normalize,
             device="meta" if dry_run else weight.device,
             dtype=weight.dtype,
@@ -357,23 +370,27 @@ def _build(
         for part in (layer.factors, layer.gains):
             part.requires_grad_(linear.weight.requires_grad)
         layer.bias = bias
-        pads = layer.chain.padding
-        rows.append(
-            ReplacedRow(
-                name=entry.name if len(sizes) == 1 else f"{entry.name}[{i}]",
-                kind=site.kind,
-                structure=str(entry.structure),
-                params_before=weight.numel() + (0 if bias is None else bias.numel()),
-                params_after=_count(layer),
-                macs_before=weight.numel(),
-                macs_after=layer.chain.macs,
-                padding=f"in +{pads[0]}, out +{pads[1]}" if any(pads) else "",
-                zero_start=zero,
-                projection_error=error,
-            )
-        )
+        name = entry.name if len(sizes) == 1 else f"{entry.name}[{i}]"
+        rows.append(_row(name, site.kind, layer, error))
         parts.append(layer.train(linear.training))
     return (parts[0] if len(sizes) == 1 else SplitLinear(parts).train(linear.training)), rows
+
+
+def _row(name: str, kind: str, layer: StructuredLinear, error: float | None) -> ReplacedRow:
+    pad_in, pad_out = layer.chain.padding
+    dense = layer.in_features * layer.out_features
+    return ReplacedRow(
+        name=name,
+        kind=kind,
+        structure=str(layer.structure),
+        params_before=dense + (0 if layer.bias is None else layer.bias.numel()),
+        params_after=_count(layer),
+        macs_before=dense,
+        macs_after=layer.chain.macs,
+        padding=f"in +{pad_in}, out +{pad_out}" if pad_in or pad_out else "",
+        zero_start=layer.zero_init,
+        projection_error=error,
+    )
 
 
 def _fill(layer: StructuredLinear, weight: Tensor, dry_run: bool) -> float:
