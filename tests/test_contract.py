@@ -8,7 +8,7 @@ from buttress import ops
 
 pytest.register_assert_rewrite("contract")
 
-from contract import CHECKS, Check, option_sets  # noqa: E402  (after the line that makes its assertions speak)
+from contract import CHECKS, EVERYWHERE, Check, option_sets  # noqa: E402  (after the line that makes its assertions speak)
 
 
 @bt.structure
@@ -58,5 +58,5 @@ def test_axes_may_have_any_name() -> None:
     factors = [torch.randn(f.shape, dtype=torch.float64) for f in chain.factors]
     x = torch.randn(5, 6, dtype=torch.float64)
     blocks = torch.block_diag(*factors[0])
-    for impl in ops.IMPLEMENTATIONS:
+    for impl in EVERYWHERE:
         torch.testing.assert_close(ops.apply(chain, x, factors, impl=impl), x @ blocks.T)

@@ -17,19 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula, sdpa_flop_count
 
 from buttress.layer import StructuredLinear
 from buttress.naming import modules
+from buttress.ops.flops import register
 from buttress.table import render, show
-
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-if _CPU_ATTENTION not in flop_registry:
-    # torch counts attention on every device but the CPU, where the fused kernel would pass for free.
-    @register_flop_formula(_CPU_ATTENTION)
-    def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return int(sdpa_flop_count(query, key, value))
 
 
 @dataclass(frozen=True)
@@ -73,6 +65,7 @@ def cost(model: nn.Module, *example_inputs: Any) -> Cost:
     saves, each storage once, parameters and buffers not counted, in the model's present mode
     (train or eval) with gradients on.
     """
+    register()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # A copy with fake parameters; the model itself is not touched, and other tensors in it stay real.
     memo = {id(t): fake.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
@@ -89,6 +82,8 @@ def cost(model: nn.Module, *example_inputs: Any) -> Cost:
 
 
 def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
+    from torch.utils.flop_counter import FlopCounterMode
+
     counter = FlopCounterMode(display=False)
     saved: dict[str, int] = defaultdict(int)
     macs: dict[str, int] = defaultdict(int)

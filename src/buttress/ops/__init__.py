@@ -15,7 +15,9 @@ from torch import Tensor
 
 from buttress.chain import Chain
 from buttress.errors import ButtressError, ShapeError
-from buttress.ops import bmm, fused, reference
+from buttress.ops import bmm, flops, fused, reference
+
+flops.register_if_cheap()
 
 Impl = Literal["reference", "bmm", "triton"]
 IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply, "triton": fused.apply}
