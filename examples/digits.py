@@ -26,7 +26,8 @@ import buttress as bt
 from buttress.lab.models import MLP
 
 BASE_WIDTH = 64
-LEARNING_RATE = 1e-2  # for the dense network at that width; 3e-3, 2e-2 and 3e-2 were no better
+# For the dense network: of 3e-3, 1e-2, 2e-2 and 3e-2 it had the lowest test error, and with 2e-2 the lowest loss.
+LEARNING_RATE = 1e-2
 STEPS = 1000
 BATCH = 256
 SEEDS = 3

@@ -30,7 +30,7 @@ INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """(tokens, padded d_in) -> (tokens, padded d_out), or a clear refusal."""
-    p: Pair | None = chain.memo["pair"] if "pair" in chain.memo else prepare(chain)
+    p = prepare(chain)
     if p is not None and not p.narrow:
         raise ButtressError(
             f"the fused kernels take slices of up to {WIDEST} inputs and outputs, not {p.d} and {p.a}: use impl='bmm'"
@@ -47,20 +47,19 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         right = right.expand(p.right_shared, -1, -1)
     if p.left_shared > 1:
         left = left.expand(p.left_shared, -1, -1)
-    if torch.compiler.is_compiling():
-        given = (x.contiguous(), right.contiguous(), left.contiguous())
-        result: tuple[Tensor, Tensor] = _pair(*given, list(astuple(p)))
-        return result[0]
-    if torch._C._len_torch_dispatch_stack():
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         # A mode that counts operations or fakes tensors has to see some: the same products as torch.bmm.
         return bmm.apply(chain, x, factors)
     given = (x.contiguous(), right.contiguous(), left.contiguous())
+    if torch.compiler.is_compiling():
+        result: tuple[Tensor, Tensor] = _pair(*given, list(astuple(p)))
+        return result[0]
     y: Tensor = _Pair.apply(p, *given)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Pair(torch.autograd.Function):
-    """The kernels without the operator around them, which costs more host time than four launches do."""
+    """The kernels without the operator around them, which costs host time on every call."""
 
     @staticmethod
     def forward(ctx: Any, p: Pair, x: Tensor, right: Tensor, left: Tensor) -> Tensor:
@@ -90,15 +89,18 @@ def _twice(p: Pair, dy: Tensor, inputs: tuple[Tensor, ...], wanted: Sequence[boo
 
 
 def prepare(chain: Chain) -> Pair | None:
-    chain.memo["pair"] = pair(chain)
-    return pair(chain)
+    """The numbers for the kernels, worked out once for each chain."""
+    if "pair" not in chain.memo:
+        chain.memo["pair"] = pair(chain)
+    found: Pair | None = chain.memo["pair"]
+    return found
 
 
 def preferred(chain: Chain, x: Tensor) -> bool:
     """Whether the fused kernels are the better choice here, rather than torch.bmm."""
     if x.device.type != "cuda" or x.dtype not in HALF or not TRITON:
         return False
-    p: Pair | None = chain.memo["pair"] if "pair" in chain.memo else prepare(chain)
+    p = prepare(chain)
     if p is None or not p.narrow:
         return False
     if not torch.compiler.is_compiling() and x.shape[0] * (chain.d_in + chain.d_out) < ENOUGH:
