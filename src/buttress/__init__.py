@@ -6,6 +6,7 @@ bt.replace_(model, bt.BTT(rank=2))
 optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 """
 
+from buttress.advise import Advice, advise
 from buttress.attention import ProjectedAttention, SplitLinear
 from buttress.chain import Chain, Factor
 from buttress.cost import Cost, cost
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BTT",
+    "Advice",
     "BlockDiagonal",
     "ButtressError",
     "Chain",
@@ -68,6 +70,7 @@ __all__ = [
     "StructureError",
     "StructuredLinear",
     "TensorTrain",
+    "advise",
     "cost",
     "densify_",
     "explain",

@@ -135,11 +135,15 @@ class StructuredLinear(nn.Module):
         stored = [self.factors[f.name] for f in self.chain.factors]
         if not self.normalize:
             return stored
-        pairs = zip(self.chain.factors, stored, strict=True)
-        return [w * (self.gains[f.name] * self._cut(f, w)).to(w.dtype) for f, w in pairs]
+        return [w * s.to(w.dtype) for w, s in zip(stored, self.scales(), strict=True)]
+
+    def scales(self) -> list[Tensor]:
+        """With `normalize`, what each factor is multiplied by: its gain, and the cut that bounds it."""
+        return [self.gains[f.name] * self._cut(f, self.factors[f.name]) for f in self.chain.factors]
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.apply(self.chain, x, self.effective_factors(), self.bias)
+        factors = [self.factors[f.name] for f in self.chain.factors]
+        return ops.apply(self.chain, x, factors, self.bias, scales=self.scales() if self.normalize else None)
 
     def to_dense(self) -> Tensor:
         """The (out_features, in_features) matrix that the layer applies."""

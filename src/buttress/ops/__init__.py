@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from buttress.chain import Chain
@@ -38,12 +37,14 @@ def apply(
     factors: Sequence[Tensor],
     bias: Tensor | None = None,
     *,
+    scales: Sequence[Tensor] | None = None,
     impl: Impl | None = None,
 ) -> Tensor:
     """y = W x + bias for any leading shape of x, where `factors` are W's, in order of application.
 
-    Law: apply(chain, x, factors) = x @ dense(chain, factors).T. Follows autocast as F.linear does. `impl`
-    forces one implementation; without it the fastest that fits is taken.
+    Law: apply(chain, x, factors) = x @ dense(chain, factors).T. `scales` holds one number for each factor, by
+    which it is multiplied. Follows autocast as F.linear does. `impl` forces one implementation; without it the
+    fastest that fits is taken, as far as the card was measured.
     """
     if x.dim() == 0 or x.shape[-1] != chain.d_in:
         raise ShapeError(
@@ -55,14 +56,9 @@ def apply(
         x = x.to(dtype)
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
-    pad_in, pad_out = chain.padding
     rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
     run = IMPLEMENTATIONS[impl or ("triton" if fused.preferred(chain, rows) else "bmm")]
-    y = run(chain, F.pad(rows, (0, pad_in)) if pad_in else rows, factors)
-    if pad_out:
-        y = y[:, : chain.d_out]
-    if bias is not None:
-        y = y + bias
+    y = run(chain, rows, factors, bias, scales)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
 
 

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from buttress.chain import Axes, Chain
-from buttress.ops.layout import read_window
+from buttress.ops.layout import framed, read_window
 
 TOKENS = ""  # no axis of a chain can be called so
 Order = tuple[int, ...]
 Sizes = tuple[int, ...]
 
 
+@framed
 def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """(tokens, padded d_in) -> (tokens, padded d_out)."""
     how: Layout = chain.memo.get("bmm") or prepare(chain)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from buttress.ops.pair import Pair
+from buttress.ops.hops import Route
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -26,8 +26,8 @@ def register() -> None:
 
     formulas: dict[Any, Any] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        torch.ops.buttress.pair: _pair,
-        torch.ops.buttress.pair_backward: _pair_backward,
+        torch.ops.buttress.chain: _chain,
+        torch.ops.buttress.chain_backward: _chain_backward,
     }
     for operator, formula in formulas.items():
         if operator not in flop_registry:
@@ -40,16 +40,11 @@ def register_if_cheap() -> None:
         register()
 
 
-def _pair(x: Any, right: Any, left: Any, numbers: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    return int(2 * x[0] * _macs(numbers))
+def _chain(x: Any, weights: Any, scales: Any, bias: Any, numbers: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    return int(2 * x[0] * Route.of(numbers).macs)
 
 
-def _pair_backward(
-    dy: Any, x: Any, z: Any, right: Any, left: Any, numbers: Sequence[int], *args: Any, **kwargs: Any
+def _chain_backward(
+    dy: Any, x: Any, z: Any, weights: Any, scales: Any, numbers: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    return int(4 * x[0] * _macs(numbers))
-
-
-def _macs(numbers: Sequence[int]) -> int:
-    p = Pair(*numbers)
-    return p.c * p.o * p.d + p.b * p.a * p.k
+    return int((4 if len(z) == 3 else 2) * x[0] * Route.of(numbers).macs)

@@ -7,164 +7,255 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from buttress.chain import Chain
 from buttress.errors import ButtressError
-from buttress.ops import bmm
-from buttress.ops.pair import WIDEST, Pair, config, pair
+from buttress.ops import bmm, measured
+from buttress.ops.hops import Hop, Places, Route, route
+from buttress.ops.tuning import TOKENS, Tuning, default
 
-ENOUGH = 1 << 26
-"""Numbers in x and y from which on the kernels' time exceeds the host's for launching them (one H200)."""
-HALF = (torch.bfloat16, torch.float16)
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs kernels on the CPU, slowly; tests use it."""
 
 
-def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """(tokens, padded d_in) -> (tokens, padded d_out), or a clear refusal."""
-    p = prepare(chain)
-    if p is not None and not p.narrow:
+def apply(
+    chain: Chain, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, scales: Sequence[Tensor] | None
+) -> Tensor:
+    """(tokens, d_in) -> (tokens, d_out), or a clear refusal."""
+    way = prepare(chain)
+    if way is None:
         raise ButtressError(
-            f"the fused kernels take slices of up to {WIDEST} inputs and outputs, not {p.d} and {p.a}: use impl='bmm'"
+            "the fused kernels take factors that read and write at regular places, which this chain's do not: "
+            "use impl='bmm'\n" + chain.equation()
         )
-    if p is None:
-        raise ButtressError(
-            "the fused kernels take two factors joined by one bond, which this chain is not: use impl='bmm'\n"
-            + chain.equation()
-        )
+    if not TRITON:
+        raise ButtressError("the fused kernels need triton, which is not installed: use impl='bmm'")
     if x.device.type != "cuda" and not INTERPRETED:
         raise ButtressError(f"the fused kernels run on a CUDA device, but x is on {x.device}: use impl='bmm'")
-    right, left = factors
-    if p.right_shared > 1:
-        right = right.expand(p.right_shared, -1, -1)
-    if p.left_shared > 1:
-        left = left.expand(p.left_shared, -1, -1)
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+    if x.dtype == torch.float64:
+        raise ButtressError("the fused kernels take bfloat16, float16 and float32, not float64: use impl='bmm'")
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._len_torch_dispatch_stack():
         # A mode that counts operations or fakes tensors has to see some: the same products as torch.bmm.
-        return bmm.apply(chain, x, factors)
-    given = (x.contiguous(), right.contiguous(), left.contiguous())
-    if torch.compiler.is_compiling():
-        result: tuple[Tensor, Tensor] = _pair(*given, list(astuple(p)))
-        return result[0]
-    y: Tensor = _Pair.apply(p, *given)  # type: ignore[no-untyped-call]
+        return bmm.apply(chain, x, factors, bias, scales)
+    weights = [w.contiguous() for w in factors]
+    gains = list(scales or [])
+    if compiling:
+        learns = torch.is_grad_enabled() and any(w.requires_grad for w in (*weights, *gains))
+        made: tuple[Tensor, Tensor] = _chain(x.contiguous(), weights, gains, bias, way.numbers(), learns)
+        return made[0]
+    y: Tensor = _Chain.apply(way, len(gains), x.contiguous(), bias, *weights, *gains)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Pair(torch.autograd.Function):
-    """The kernels without the operator around them, which costs host time on every call."""
-
-    @staticmethod
-    def forward(ctx: Any, p: Pair, x: Tensor, right: Tensor, left: Tensor) -> Tensor:
-        from buttress.ops import triton_pair
-
-        y, z = triton_pair.forward(p, x, right, left, config(x.itemsize))
-        ctx.save_for_backward(x, right, left, z)
-        ctx.pair = p
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from buttress.ops import triton_pair
-
-        x, right, left, z = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return (None, *_twice(ctx.pair, dy, (x, right, left), ctx.needs_input_grad[1:]))
-        return (None, *triton_pair.backward(ctx.pair, dy.contiguous(), x, z, right, left, config(x.itemsize)))
-
-
-def _twice(p: Pair, dy: Tensor, inputs: tuple[Tensor, ...], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients that can be differentiated again: of aliases, because the inputs may depend on each other."""
-    alias = [t.view_as(t) for t in inputs]
-    chosen = [t for t, w in zip(alias, wanted, strict=True) if w]
-    found = iter(torch.autograd.grad(_plain(p, *alias), chosen, dy, create_graph=True))
-    return tuple(next(found) if w else None for w in wanted)
-
-
-def prepare(chain: Chain) -> Pair | None:
-    """The numbers for the kernels, worked out once for each chain."""
-    if "pair" not in chain.memo:
-        chain.memo["pair"] = pair(chain)
-    found: Pair | None = chain.memo["pair"]
-    return found
+def prepare(chain: Chain) -> Route | None:
+    """The hops for the kernels, worked out once for each chain."""
+    if "route" not in chain.memo:
+        found = chain.memo["route"] = route(chain)
+        chain.memo["signature"] = found and found.signature
+    way: Route | None = chain.memo["route"]
+    return way
 
 
 def preferred(chain: Chain, x: Tensor) -> bool:
     """Whether the fused kernels are the better choice here, rather than torch.bmm."""
-    if x.device.type != "cuda" or x.dtype not in HALF or not TRITON:
-        return False
-    p = prepare(chain)
-    if p is None or not p.narrow:
-        return False
-    if not torch.compiler.is_compiling() and x.shape[0] * (chain.d_in + chain.d_out) < ENOUGH:
+    if x.device.type != "cuda" or not TRITON or prepare(chain) is None:
         return False
     # Function transforms and forward-mode derivatives need operations that torch can take apart.
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    compiling = torch.compiler.is_compiling()
+    # A compiler may leave the number of tokens open; what is worth compiling has many.
+    tokens = measured.MANY if compiling else x.shape[0]
+    launched = compiling or torch.cuda.is_current_stream_capturing()
+    where = x.device.index or 0
+    faster: bool = measured.prefers_kernels(
+        chain.memo["signature"], str(x.dtype), where, tokens, torch.is_grad_enabled(), launched
+    )
+    return faster
 
 
-@torch.library.custom_op("buttress::pair", mutates_args=())
-def _pair(x: Tensor, right: Tensor, left: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    from buttress.ops import triton_pair
-
-    p = Pair(*numbers)
-    return triton_pair.forward(p, x, right, left, config(x.itemsize))
+_forced: list[Tuning] = []
 
 
-@_pair.register_fake
-def _(x: Tensor, right: Tensor, left: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    p = Pair(*numbers)
-    tokens = config(x.itemsize).tokens
-    tiles = (x.shape[0] + tokens - 1) // tokens
-    return x.new_empty(x.shape[0], p.b * p.a), x.new_empty(tiles, p.c, p.o, tokens)
+@contextmanager
+def tuned(how: Tuning) -> Iterator[None]:
+    """Launch the kernels this way and no other, to measure it."""
+    _forced.append(how)
+    try:
+        yield
+    finally:
+        _forced.pop()
 
 
-@torch.library.custom_op("buttress::pair_backward", mutates_args=())
-def _pair_backward(
-    dy: Tensor, x: Tensor, z: Tensor, right: Tensor, left: Tensor, numbers: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    from buttress.ops import triton_pair
-
-    p = Pair(*numbers)
-    return triton_pair.backward(p, dy, x, z, right, left, config(x.itemsize))
+def _tuning(way: Route, x: Tensor) -> Tuning:
+    if _forced:
+        return _forced[-1]
+    if x.device.type != "cuda":
+        return default(way.signature, x.itemsize)
+    return measured.tuning(way.signature, str(x.dtype), x.device.index or 0) or default(way.signature, x.itemsize)
 
 
-@_pair_backward.register_fake
+class _Chain(torch.autograd.Function):
+    """The kernels without the operator around them, which costs host time on every call."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Route, scaled: int, x: Tensor, bias: Tensor | None, *given: Tensor) -> Tensor:
+        from buttress.ops import launch
+
+        count = len(way.hops)
+        weights, scales = given[:count], given[count:]
+        # What lies between the factors is needed for their gradients alone.
+        learns = any(ctx.needs_input_grad[4:])
+        y, z = launch.forward(way, x, weights, scales, bias, _tuning(way, x).forward, save=learns)
+        ctx.save_for_backward(x, bias, z, *given)
+        ctx.way = way
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from buttress.ops import launch
+
+        x, bias, z, *given = ctx.saved_tensors
+        way: Route = ctx.way
+        wanted = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():
+            return (None, None, *_twice(way, dy, (x, bias, *given), wanted))
+        dy = dy.contiguous()
+        weights, scales = given[: len(way.hops)], given[len(way.hops) :]
+        if z is None:
+            dx = launch.backward_x(way, dy, x, weights, scales, _tuning(way, x).forward) if wanted[0] else None
+            return (None, None, dx, dy.sum(0) if wanted[1] else None, *(None for _ in given))
+        dx, dws, dss, db = launch.backward(way, dy, x, z, weights, scales, _tuning(way, x), biased=wanted[1])
+        return (None, None, dx, None if db is None else db.to(dy.dtype), *dws, *dss)
+
+
+def _twice(
+    way: Route, dy: Tensor, inputs: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients that can be differentiated again: of aliases, because the inputs may depend on each other."""
+    alias: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
+    x, bias, *given = alias
+    y = plain(way, x, given[: len(way.hops)], given[len(way.hops) :], bias)
+    chosen = [t for t, w in zip(alias, wanted, strict=True) if w]
+    found = iter(torch.autograd.grad(y, chosen, dy, create_graph=True))
+    return tuple(next(found) if w else None for w in wanted)
+
+
+@torch.library.custom_op("buttress::chain", mutates_args=())
+def _chain(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    bias: Tensor | None,
+    numbers: Sequence[int],
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    from buttress.ops import launch
+
+    way = Route.of(numbers)
+    y, z = launch.forward(way, x, weights, scales, bias, _tuning(way, x).forward, save=save)
+    return y, x.new_empty(0) if z is None else z
+
+
+@_chain.register_fake
 def _(
-    dy: Tensor, x: Tensor, z: Tensor, right: Tensor, left: Tensor, numbers: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(right), torch.empty_like(left)
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    bias: Tensor | None,
+    numbers: Sequence[int],
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    way = Route.of(numbers)
+    tiles = (x.shape[0] + TOKENS - 1) // TOKENS
+    return x.new_empty(x.shape[0], way.d_out), x.new_empty(tiles, sum(way.rows), TOKENS) if save else x.new_empty(0)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, list[int]], output: tuple[Tensor, Tensor]) -> None:
-    x, right, left, numbers = inputs
-    ctx.save_for_backward(x, right, left, output[1])
-    ctx.numbers = numbers
+@torch.library.custom_op("buttress::chain_backward", mutates_args=())
+def _chain_backward(
+    dy: Tensor, x: Tensor, z: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[int],
+    biased: bool,
+) -> list[Tensor]:  # fmt: skip
+    from buttress.ops import launch
+
+    way = Route.of(numbers)
+    if z.dim() != 3:
+        dx = launch.backward_x(way, dy, x, weights, scales, _tuning(way, x).forward)
+        return [dx, *([dy.sum(0)] if biased else [])]
+    dx, dws, dss, db = launch.backward(way, dy, x, z, weights, scales, _tuning(way, x), biased=biased)
+    return [dx, *dws, *dss, *([] if db is None else [db.to(dy.dtype)])]
+
+
+@_chain_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, z: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[int],
+    biased: bool,
+) -> list[Tensor]:  # fmt: skip
+    bias = [dy.new_empty(dy.shape[1])] if biased else []
+    like = [x, *weights, *scales] if z.dim() == 3 else [x]
+    return [*(torch.empty_like(t) for t in like), *bias]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weights, scales, bias, numbers, save = inputs
+    ctx.save_for_backward(x, bias, output[1], *weights, *scales)
+    ctx.numbers, ctx.count, ctx.save = numbers, len(weights), save
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, right, left, z = ctx.saved_tensors
+def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    x, bias, z, *given = ctx.saved_tensors
+    weights, scales = given[: ctx.count], given[ctx.count :]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return (*_twice(Pair(*ctx.numbers), dy, (x, right, left), ctx.needs_input_grad[:3]), None)
-    dx, dr, dl = _pair_backward(dy.contiguous(), x, z, right, left, ctx.numbers)
-    return dx, dr, dl, None
+        # Of lists torch says only whether any of them is wanted.
+        lists = [w.requires_grad for w in weights], [s.requires_grad for s in scales]
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[3], *lists[0], *lists[1]]
+        dx, db, *rest = _twice(Route.of(ctx.numbers), dy, (x, bias, *given), wanted)
+        return dx, rest[: ctx.count], rest[ctx.count :], db, None, None
+    biased = ctx.needs_input_grad[3]
+    dx, *rest = _chain_backward(dy.contiguous(), x, z, weights, scales, ctx.numbers, biased)
+    db = rest.pop() if biased else None
+    if not ctx.save:
+        return dx, [None] * len(weights), [None] * len(scales), db, None, None
+    return dx, rest[: ctx.count], rest[ctx.count :], db, None, None
 
 
-_pair.register_autograd(_gradient, setup_context=_setup)
+_chain.register_autograd(_gradient, setup_context=_setup)
 
 
-def _plain(p: Pair, x: Tensor, right: Tensor, left: Tensor) -> Tensor:
+def plain(way: Route, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """The same map in operations that torch can differentiate any number of times."""
-    z = torch.einsum("ncd,cod->nco", x.view(-1, p.c, p.d), right)
-    bond_inside = p.z_s == 1
-    z = z.unflatten(-1, (p.b, p.s) if bond_inside else (p.s, p.b))
-    middle = "ncbs" if bond_inside else "ncsb"
-    result = "nba" if p.y_a == 1 else "nab"
-    return torch.einsum(f"{middle},bacs->{result}", z, left.unflatten(-1, (p.c, p.s))).flatten(1)
+    z = x
+    for i, (hop, weight) in enumerate(zip(way.hops, weights, strict=True)):
+        source, target, slices = _indices(hop, x.device)
+        z = F.pad(z, (0, hop.reach - z.shape[1])) if z.shape[1] < hop.reach else z
+        made = torch.einsum("ngk,gjk->ngj", z[:, source], weight[slices])
+        made = made * scales[i].to(made.dtype) if scales else made
+        z = made.flatten(1)[:, target]
+    z = z[:, : way.d_out]
+    return z if bias is None else z + bias
+
+
+@lru_cache(maxsize=1024)
+def _indices(hop: Hop, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns that each block reads, which output lands in each column, and each block's slice of the weight."""
+
+    def places(p: Places) -> Tensor:
+        i = torch.arange(p.size, device=device)
+        return i // p.split * p.outer + i % p.split * p.inner
+
+    bases = torch.tensor(hop.bases, device=device)
+    source = bases[:, :1] + places(hop.source)
+    target = (bases[:, 1:2] + places(hop.target)).flatten()
+    return source, torch.argsort(target), bases[:, 2]

@@ -1,11 +1,36 @@
-"""Reading a chain's input through its window: the one gather that every implementation shares."""
+"""What the implementations in plain torch share: padding, scales and bias around a chain, and its window."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import wraps
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from buttress.chain import Axes, Chain
+
+Bare = Callable[[Chain, Tensor, Sequence[Tensor]], Tensor]
+Whole = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor] | None], Tensor]
+
+
+def framed(run: Bare) -> Whole:
+    """From (tokens, padded d_in) -> (tokens, padded d_out) to the layer's own sizes, with scales and bias."""
+
+    @wraps(run)
+    def apply(
+        chain: Chain, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, scales: Sequence[Tensor] | None
+    ) -> Tensor:
+        if scales is not None:
+            factors = [w * s.to(w.dtype) for w, s in zip(factors, scales, strict=True)]
+        pad_in, pad_out = chain.padding
+        y = run(chain, F.pad(x, (0, pad_in)) if pad_in else x, factors)
+        if pad_out:
+            y = y[:, : chain.d_out]
+        return y if bias is None else y + bias
+
+    return apply
 
 
 def read_window(chain: Chain, z: Tensor) -> tuple[Tensor, Axes]:

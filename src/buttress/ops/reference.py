@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from buttress.chain import Chain
-from buttress.ops.layout import read_window
+from buttress.ops.layout import framed, read_window
 
 
+@framed
 def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """y[token, y] = sum over every other axis of the product of the factors and x[token, x].
 

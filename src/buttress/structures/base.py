@@ -7,7 +7,7 @@ import difflib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, TypeVar, dataclass_transform
 
@@ -33,6 +33,11 @@ class Structure(ABC):
     @abstractmethod
     def chain(self, d_in: int, d_out: int) -> Chain:
         """The chain of this structure for a layer of d_in inputs and d_out outputs."""
+
+    @classmethod
+    def ladder(cls) -> tuple[Structure, ...]:
+        """The options worth comparing where nobody asked for any: its defaults, if it has them."""
+        return (cls(),) if all(f.default is not MISSING for f in fields(cls)) else ()  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """The text that `parse` reads back; options at their defaults are left out."""

@@ -19,6 +19,10 @@ class BTT(Structure):
     def __post_init__(self) -> None:
         bonds(self, self.rank, self.cores)
 
+    @classmethod
+    def ladder(cls) -> tuple[Structure, ...]:
+        return tuple(cls(rank=rank) for rank in (1, 2, 4, 8))
+
     def chain(self, d_in: int, d_out: int) -> Chain:
         train = Train.of(d_in, d_out, bonds(self, self.rank, self.cores))
         return Chain.of(

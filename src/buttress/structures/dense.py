@@ -8,5 +8,9 @@ from buttress.structures.base import Structure, structure
 class Dense(Structure):
     """A general matrix: d_in * d_out parameters."""
 
+    @classmethod
+    def ladder(cls) -> tuple[Structure, ...]:
+        return ()  # what the others are compared with
+
     def chain(self, d_in: int, d_out: int) -> Chain:
         return Chain.of(d_in, d_out, x="d", factors={"W": "e d"}, y="e", sizes={"d": d_in, "e": d_out})

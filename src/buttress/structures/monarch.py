@@ -17,6 +17,10 @@ class Monarch(Structure):
     def __post_init__(self) -> None:
         positive(self, blocks=self.blocks)
 
+    @classmethod
+    def ladder(cls) -> tuple[Structure, ...]:
+        return tuple(cls(blocks=blocks) for blocks in (4, 16))
+
     def chain(self, d_in: int, d_out: int) -> Chain:
         g = max(1, min(self.blocks, d_in, d_out))
         d, e = -(-d_in // g), -(-d_out // g)

@@ -1,0 +1,356 @@
+"""From a route and tensors to launches of the kernels, forward and backward. Imports triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from buttress.ops import kernels
+from buttress.ops.hops import Hop, Places, Route
+from buttress.ops.tuning import TOKENS, Forward, Tuning
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+NARROW = 256
+"""Longest side of a slice that a program keeps on the chip as a whole."""
+DECODE = 64
+"""Most tokens for the kernel in which no program waits for another."""
+SHARED = 200 << 10
+"""Bytes of shared memory that a program may take."""
+LIVE, RING = 24 << 20, 2
+"""Bytes of z under way between the hops of a pair, about half of an L2 cache, and in how many groups."""
+
+Scales = Sequence[Tensor]
+
+
+@lru_cache(maxsize=4096)
+def _table(hop: Hop, device: torch.device, flipped: bool = False) -> Tensor:
+    order = (1, 0, 2) if flipped else (0, 1, 2)
+    units = (*hop.aligned, 1)
+    rows = [[base[i] // units[i] for i in order] for base in hop.bases]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _up(n: int, most: int) -> int:
+    """The power of two that covers n, within what tl.dot takes and `most`."""
+    return min(max(1 << (n - 1).bit_length(), 16), most)
+
+
+def _stages(wanted: int, kept: int, tile: int, scratch: int) -> int:
+    """Tiles under way at a time, of so many bytes each: as many as shared memory has room for."""
+    return max(1, min(wanted, (SHARED - kept - scratch) // tile))
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
+
+
+def _ends(hop: Hop) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a hop reads and writes, as the kernels are told."""
+
+    def told(places: Places, aligned: int) -> tuple[int, ...]:
+        return places.split, places.outer, places.inner, aligned
+
+    return told(hop.source, hop.aligned[0]), told(hop.target, hop.aligned[1])
+
+
+@lru_cache(maxsize=16)
+def _card(device: torch.device) -> tuple[int, int, int]:
+    """Multiprocessors, and registers and shared memory of each."""
+    if device.type != "cuda":
+        return 1, 1 << 16, 1 << 17
+    card: Any = torch.cuda.get_device_properties(device)
+    return card.multi_processor_count, card.regs_per_multiprocessor, card.shared_memory_per_multiprocessor
+
+
+def _lanes(programs: int, wanted: int, tiles: int) -> int:
+    """Into how many lanes the tokens are dealt, tile by tile."""
+    return max(1, min(wanted // programs, tiles))
+
+
+def room(route: Route, x: Tensor) -> Tensor:
+    """What lies between the hops, one behind the other: (tile, row, token)."""
+    return x.new_empty(triton.cdiv(x.shape[0], TOKENS), sum(route.rows), TOKENS)
+
+
+def _stations(route: Route, x: Tensor, z: Tensor, y: Tensor) -> list[tuple[Tensor, int]]:
+    """What the hops lead from and to, with the width of each."""
+    starts = [sum(route.rows[:i]) for i in range(len(route.rows))]
+    return [(x, route.d_in), *((z[:, start:], z.shape[1]) for start in starts), (y, route.d_out)]
+
+
+def forward(
+    route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, bias: Tensor | None, how: Forward, *, save: bool
+) -> tuple[Tensor, Tensor | None]:
+    """y (tokens, d_out), and with `save` what lies between the hops. x is (tokens, d_in); all are contiguous."""
+    y = x.new_empty(x.shape[0], route.d_out)
+    if not x.shape[0]:
+        return y, room(route, x) if save else None
+    if not save and x.shape[0] <= DECODE and decodes(route):
+        _decode(route, x, weights, scales, bias, y)
+        return y, None
+    if how.fuse and _narrow(route):
+        done, z = _forward_pair(route, x, weights, scales, bias, y, how, save)
+        if done:
+            return y, z
+    z = room(route, x)
+    stations = _stations(route, x, z, y)
+    for i, hop in enumerate(route.hops):
+        last = i == len(route.hops) - 1
+        scale = scales[i] if scales else None
+        _forward(hop, stations[i], weights[i], scale, bias if last else None, stations[i + 1], i > 0, not last, how)
+    return y, z if save else None
+
+
+def _forward(
+    hop: Hop, source: tuple[Tensor, int], weight: Tensor, scale: Tensor | None, bias: Tensor | None,
+    target: tuple[Tensor, int], source_fast: bool, target_fast: bool, how: Forward, *, flipped: bool = False,
+) -> None:  # fmt: skip
+    """One hop in a launch of its own; flipped, its transpose."""
+    (take, make), size = (_ends(hop)[::-1], -1) if flipped else (_ends(hop), 1)
+    inputs, outputs = (hop.source.size, hop.target.size)[::size]
+    once = inputs <= NARROW
+    bk = _up(inputs, NARROW if once else 64)
+    bytes_ = weight.itemsize
+    bj = _up(outputs, max(16, min(how.out, 65536 // (bk * bytes_))))
+    tile = (bk * TOKENS + (0 if once else bk * bj)) * bytes_
+    programs = hop.blocks * triton.cdiv(outputs, bj)
+    tokens, tiles = _tokens(source, target, source_fast, target_fast)
+    lanes = _lanes(programs, how.programs * _card(weight.device)[0], tiles)
+    kernels.forward[(programs * lanes,)](
+        source[0], weight, weight if scale is None else scale, weight if bias is None else bias, target[0],
+        _table(hop, weight.device, flipped), tokens, tiles, lanes, source[1], target[1], hop.blocks, inputs, outputs,
+        FROM=take, TO=make, T=TOKENS, BK=bk, BJ=bj, ONCE=once, FLIPPED=flipped, SOURCE_FAST=source_fast,
+        TARGET_FAST=target_fast, SCALED=scale is not None, BIASED=bias is not None, P=_precision(weight),
+        num_warps=how.warps, num_stages=_stages(how.stages, bk * bj * bytes_, tile, bj * TOKENS * bytes_),
+    )  # fmt: skip
+
+
+def _tokens(
+    source: tuple[Tensor, int], target: tuple[Tensor, int], source_fast: bool, target_fast: bool
+) -> tuple[int, int]:
+    """Tokens and tiles. Between two stations inside the chain, tokens beyond the last one are there too, as zeros."""
+    for (station, _), fast in ((source, source_fast), (target, target_fast)):
+        if not fast:
+            return station.shape[0], triton.cdiv(station.shape[0], TOKENS)
+    return source[0].shape[0] * TOKENS, source[0].shape[0]
+
+
+def _narrow(route: Route) -> bool:
+    """Whether two hops follow each other, each with inputs that stay on the chip."""
+    return len(route.hops) == 2 and max(hop.source.size for hop in route.hops) <= NARROW
+
+
+def _sizes(route: Route) -> tuple[int, ...]:
+    first, second = route.hops
+    return first.source.size, first.target.size, second.source.size, second.target.size
+
+
+_fitting: dict[Any, int] = {}
+
+
+def _fit(key: Any, device: torch.device, args: Sequence[Any], meta: dict[str, Any]) -> int:
+    """How many programs of `forward_pair` the card holds at once."""
+    if device.type != "cuda":
+        return 1 << 10
+    if (found := _fitting.get(key)) is None:
+        processors, registers, memory = _card(device)
+        compiled = kernels.forward_pair.warmup(*args, grid=(1,), **meta)
+        compiled._init_handles()
+        threads = 32 * meta["num_warps"]
+        by_registers = registers // (-(-compiled.n_regs // 8) * 8 * threads)
+        by_memory = memory // (compiled.metadata.shared + 1024)  # a program costs 1 KiB of its own
+        found = _fitting[key] = processors * min(by_registers, by_memory, 2048 // threads)
+    return found
+
+
+def _forward_pair(
+    route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, bias: Tensor | None, y: Tensor,
+    how: Forward, save: bool,
+) -> tuple[bool, Tensor | None]:  # fmt: skip
+    """Both hops in one launch, or False where the card does not hold all the programs at once."""
+    first, second = route.hops
+    (rows,) = route.rows
+    blocks: list[int] = []
+    stages = how.stages
+    for hop in route.hops:
+        bk = _up(hop.source.size, NARROW)
+        bj = _up(hop.target.size, max(16, min(how.out, 65536 // (bk * x.itemsize))))
+        blocks += [bk, bj]
+        stages = _stages(stages, bk * bj * x.itemsize, bk * TOKENS * x.itemsize, bj * TOKENS * x.itemsize)
+    programs = sum(
+        hop.blocks * triton.cdiv(hop.target.size, bj) for hop, bj in zip(route.hops, blocks[1::2], strict=True)
+    )
+    # The interpreter runs one program after the other: producers first, and nobody to make room for them.
+    ring = not save and not INTERPRETED
+    meta: dict[str, Any] = {
+        **dict(zip(("FROM1", "TO1", "FROM2", "TO2"), (*_ends(first), *_ends(second)), strict=True)),
+        **dict(zip(("BK1", "BJ1", "BK2", "BJ2"), blocks, strict=True)),
+        "T": TOKENS, "SCALED": bool(scales), "BIASED": bias is not None, "RING": ring, "P": _precision(x),
+        "num_warps": how.warps, "num_stages": stages,
+    }  # fmt: skip
+    if not INTERPRETED:
+        meta["launch_cooperative_grid"] = True
+    scale1, scale2 = scales or (x, x)
+    tables = [_table(hop, x.device) for hop in route.hops]
+    before = (x, weights[0], scale1, tables[0])
+    after = (weights[1], scale2, x if bias is None else bias, tables[1], y)
+    sizes = (route.d_in, rows, route.d_out, first.blocks, second.blocks, *_sizes(route))
+    tiles = triton.cdiv(x.shape[0], TOKENS)
+    key = (route, how, x.dtype, x.device, bool(scales), bias is None, ring, meta["P"])
+    fit = _fit(key, x.device, (*before, x, *after, tables[0], x.shape[0], tiles, 1, 1, 1, 1, 1, *sizes), meta)
+    if fit < programs:
+        return False, None
+    lanes = _lanes(programs, fit, tiles)
+    length = triton.cdiv(tiles, lanes)
+    group = max(1, min(length, LIVE // (lanes * RING * rows * TOKENS * x.itemsize)))
+    groups = triton.cdiv(length, group)
+    rings = min(RING, groups)
+    z = x.new_empty(lanes * rings * group if ring else tiles, rows, TOKENS)
+    flags = torch.zeros(lanes * groups * 2, dtype=torch.int32, device=x.device)
+    kernels.forward_pair[(programs * lanes,)](
+        *before, z, *after, flags, x.shape[0], tiles, lanes, group, groups, rings, rings * group, *sizes, **meta
+    )
+    return True, z if save else None
+
+
+def backward(
+    route: Route, dy: Tensor, x: Tensor, z: Tensor, weights: Sequence[Tensor], scales: Scales, how: Tuning,
+    *, biased: bool,
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor | None]:  # fmt: skip
+    """Gradients of x, the weights, the scales and the bias.
+
+    Sums over tokens are cut into a fixed number of lanes that are added in order: the same every time.
+    """
+    dx = torch.empty_like(x)
+    if not x.shape[0]:
+        db = dy.new_zeros(route.d_out) if biased else None
+        return dx, [torch.zeros_like(w) for w in weights], [torch.zeros_like(s) for s in scales], db
+    came = _stations(route, x, z, dy)
+    went = _stations(route, dx, torch.empty_like(z), dy)
+    dws: list[Tensor] = []
+    dss: list[Tensor] = []
+    db = None
+    for i in reversed(range(len(route.hops))):
+        last = i == len(route.hops) - 1
+        scale = scales[i] if scales else None
+        dw, ds, part = _backward(
+            route.hops[i],
+            went[i + 1],
+            came[i],
+            weights[i],
+            scale,
+            went[i],
+            i > 0,
+            not last,
+            how,
+            biased=biased and last,
+        )
+        dws.append(dw)
+        dss += [] if ds is None else [ds]
+        db = part if last else db
+    return dx, dws[::-1], dss[::-1], db
+
+
+def backward_x(route: Route, dy: Tensor, x: Tensor, weights: Sequence[Tensor], scales: Scales, how: Forward) -> Tensor:
+    """The gradient of x alone: the hops turned around, nothing saved."""
+    dx = torch.empty_like(x)
+    if x.shape[0]:
+        stations = _stations(route, dx, room(route, x), dy)
+        for i in reversed(range(len(route.hops))):
+            scale = scales[i] if scales else None
+            inner = i < len(route.hops) - 1
+            _forward(
+                route.hops[i], stations[i + 1], weights[i], scale, None, stations[i], inner, i > 0, how, flipped=True
+            )
+    return dx
+
+
+def _backward(
+    hop: Hop, grad: tuple[Tensor, int], source: tuple[Tensor, int], weight: Tensor, scale: Tensor | None,
+    out: tuple[Tensor, int], source_fast: bool, target_fast: bool, how: Tuning, *, biased: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of the weight, its scale and the bias; that of the source is written to `out`."""
+    back = how.backward
+    bytes_ = weight.itemsize
+    bj = _up(hop.target.size, 1 << 30)
+    whole = bj <= NARROW
+    if not whole:
+        # Too many outputs to have them all at once: the source's gradient by itself, as a hop turned around.
+        _forward(hop, grad, weight, scale, None, out, target_fast, source_fast, how.forward, flipped=True)
+        bj = 64
+    bk = _up(hop.source.size, max(16, min(NARROW, back.numbers // bj)))
+    programs = (
+        hop.blocks
+        * triton.cdiv(hop.target.size, bj if not whole else hop.target.size)
+        * triton.cdiv(hop.source.size, bk)
+    )
+    tokens, tiles = _tokens(source, grad, source_fast, target_fast)
+    lanes = _lanes(programs, back.programs * _card(weight.device)[0], tiles)
+    parts = weight.new_empty(lanes, hop.blocks, hop.target.size, hop.source.size, dtype=torch.float32)
+    db = weight.new_empty(lanes, grad[1], dtype=torch.float32) if biased else None
+    take, make = _ends(hop)
+    kernels.backward[(programs * lanes,)](
+        grad[0], source[0], weight, weight if scale is None else scale, out[0], parts, parts if db is None else db,
+        _table(hop, weight.device), tokens, tiles, lanes, source[1], grad[1], hop.blocks,
+        hop.source.size, hop.target.size, FROM=take, TO=make, T=TOKENS, BK=bk, BJ=bj,
+        SOURCE_FAST=source_fast, TARGET_FAST=target_fast, BACK=whole,
+        SCALED=scale is not None, BIASED=biased, P=_precision(weight), num_warps=back.warps,
+        num_stages=_stages(
+            back.stages, bk * bj * bytes_, (bk + bj) * TOKENS * bytes_, max(bk, bj) * TOKENS * bytes_
+        ),
+    )  # fmt: skip
+    return (*_total(hop, parts, weight, scale), None if db is None else db.sum(0))
+
+
+def _total(hop: Hop, parts: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The weight's gradient and its scale's, from the sums of each lane and block."""
+    dw = torch.empty_like(weight)
+    count = weight.numel()
+    size = hop.source.size * hop.target.size
+    shared = hop.blocks // hop.slices
+    kernels.total[(triton.cdiv(count, 1024),)](
+        parts, weight if scale is None else scale, dw, count, size, parts.shape[0], shared,
+        SCALED=scale is not None, B=1024, num_warps=4,
+    )  # fmt: skip
+    if scale is None:
+        return dw, None
+    # Before its scale, the gradient's product with the weight is what the scale has to know.
+    alone = parts.unflatten(1, (hop.slices, shared)).sum((0, 2))
+    return dw, (alone * weight).sum().to(scale.dtype).reshape(scale.shape)
+
+
+def decodes(route: Route) -> bool:
+    """Whether the kernel for a handful of tokens takes this route."""
+    if not _narrow(route):
+        return False
+    first, second = route.hops
+    columns = Places(first.source.size, first.source.size, 0, 1)
+    return (
+        first.source == columns
+        and len(first.leads) == 1
+        and first.leads[0].source == first.source.size
+        and second.blocks >= 8
+    )
+
+
+def _decode(route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, bias: Tensor | None, y: Tensor) -> None:
+    first, second = route.hops
+    tokens = min(triton.next_power_of_2(x.shape[0]), 16)
+    bk1 = _up(first.source.size, NARROW)
+    bj2 = _up(second.target.size, 64)
+    # So many numbers of x does a program multiply at a time.
+    bk2 = _up(second.source.size, max(16, 16384 // (tokens * bk1)))
+    scale1, scale2 = scales or (x, x)
+    take, make = _ends(second)
+    grid = (second.blocks, triton.cdiv(second.target.size, bj2), triton.cdiv(x.shape[0], tokens))
+    kernels.decode[grid](
+        x, weights[0], scale1, _table(second, x.device), weights[1], scale2, x if bias is None else bias, y,
+        x.shape[0], route.d_in, route.d_out, *_sizes(route), SLICE=first.leads[0].weight,
+        FROM2=take, TO2=make, T=tokens, BK1=bk1, BK2=bk2, BJ2=bj2,
+        SCALED=bool(scales), BIASED=bias is not None, P=_precision(x), num_warps=4, num_stages=2,
+    )  # fmt: skip
