@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports pytest test-slow test-gpu docs bench bench-gpu clean
+.PHONY: demo test lint types imports pytest test-slow test-gpu docs bench bench-gpu sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -38,6 +38,10 @@ test-gpu: $(READY)
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpt2.py
+
+sanitize: $(READY)
+	compute-sanitizer --error-exitcode 1 $(BIN)/pytest -n 0 tests/test_kernels.py -k "any_number_of_tokens or piece_by_piece"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "buttress needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

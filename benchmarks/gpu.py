@@ -1,139 +1,307 @@
-"""GPU benchmark: the layer in bf16 against nn.Linear and the hardware's floor. `make bench-gpu`
+"""GPU benchmark: layers in bf16 against nn.Linear, the usual code, and the hardware's floor. `make bench-gpu`
 
-Times are medians of triton.testing.do_bench, all implementations of one case side by side in one run, replayed
-from CUDA graphs; the columns called eager are launched one by one from Python. The
-floor is what the card allows: the larger of 2 * MACs * tokens / peak and the bytes of x, y and the factors
-(for a training step also dy, x again, dx and the factors' gradients) / bandwidth.
+All is measured in one run: medians, from CUDA graphs, caches flushed before each repetition; the
+columns called eager are launched one by one from Python. The floor is what the card allows: the larger of
+2 * MACs * tokens / peak and the bytes of x, y and the factors (for a training step also dy, x again, dx and the
+factors' gradients) / bandwidth. "usual" is the method of the BTT paper's and of fly's Monarch code, written anew:
+batched products with tokens as the slow axis, a transposing copy between them, the backward pass by hand.
+
+Writes <out>/layers.csv and <out>/decode.csv, the figure docs/speed.png, and with --table the table of measured speeds
+that the package brings along.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import buttress as bt
 from buttress import ops
-from buttress.ops.pair import pair
+from buttress.ops import fused, tuning
+from buttress.ops.measure import measure, times
+from buttress.ops.measured import Row, Times, write
 
 PEAK, BANDWIDTH = 754e12, 4.27e12  # taken for one H200: bf16 FLOP/s and bytes/s
-CASES = (
-    (bt.BTT(), 1024, 1024, 32768),
-    (bt.BTT(rank=2), 1024, 1024, 32768),
-    (bt.BTT(rank=4), 1024, 1024, 32768),
-    (bt.BTT(), 4096, 4096, 32768),
-    (bt.BTT(rank=2), 4096, 4096, 32768),
-    (bt.BTT(rank=4), 4096, 4096, 32768),
-    (bt.BTT(), 16384, 16384, 8192),
-    (bt.BTT(rank=2), 768, 3072, 32768),
-    (bt.BTT(rank=2), 1024, 4096, 32768),
-    (bt.BTT(rank=4), 4096, 1024, 32768),
-    (bt.Monarch(16), 4096, 4096, 32768),
-    (bt.Monarch(4), 4096, 4096, 32768),
-)
+WIDTHS = (512, 1024, 2048, 4096, 8192, 16384)
+Case = tuple[bt.Structure, int, int, int]
 
 
-def bench(function: Callable[[], object]) -> float:
-    from triton.testing import do_bench
-
-    return float(do_bench(function, warmup=20, rep=80, return_mode="median"))
-
-
-def replayed(function: Callable[[], object]) -> float:
-    """As `bench`, from a CUDA graph: the device's time without the host's."""
-    for _ in range(3):
-        function()
-    graph = torch.cuda.CUDAGraph()
-    # On the stream where the leaves were made, or autograd would wait for another in the middle of the capture.
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        function()
-    return bench(graph.replay)
+def layers() -> Iterator[Case]:
+    """The layers of the table and of the figure."""
+    for rank in (1, 2, 4):
+        for width in WIDTHS:
+            yield bt.BTT(rank=rank), width, width, 8192 if width == 16384 else 32768
+    yield bt.BTT(rank=2), 768, 3072, 32768
+    for rank in (2, 4):
+        yield bt.BTT(rank=rank), 1024, 4096, 32768
+        yield bt.BTT(rank=rank), 4096, 1024, 32768
+    for blocks in (16, 4):
+        yield bt.Monarch(blocks), 4096, 4096, 32768
 
 
-def timed(call: Callable[[Tensor], Tensor], x: Tensor, weights: list[Tensor], dy: Tensor) -> tuple[float, float, float]:
-    """Milliseconds of the forward pass, and of forward and backward, from a graph and launched one by one."""
-    with torch.no_grad():
-        forward = replayed(lambda: call(x))
-    wanted = [x.detach().requires_grad_(), *weights]
+def others() -> Iterator[Case]:
+    """Further rows of the table of measured speeds: a transformer's layers, other structures, fewer tokens."""
+    for rank in (1, 4):
+        for d_in, d_out in ((2048, 6144), (2048, 8192), (8192, 2048)):
+            yield bt.BTT(rank=rank), d_in, d_out, 8192
+    yield bt.BTT(rank=8), 1024, 1024, 32768
+    yield bt.BTT(rank=8), 4096, 4096, 32768
+    for structure in (bt.LowRank(), bt.Kronecker(), bt.TensorTrain(rank=4), bt.BlockDiagonal(4)):
+        for width in (1024, 4096):
+            yield structure, width, width, 32768
+    for structure in (bt.BTT(cores=3), bt.BTT(rank=4, cores=3), bt.Monarch(4), bt.Monarch(16)):
+        yield structure, 1024, 1024, 32768
+    for tokens in (256, 2048):
+        for width in (1024, 4096):
+            for rank in (1, 4):
+                yield bt.BTT(rank=rank), width, width, tokens
 
-    def both() -> object:
-        return torch.autograd.grad(call(wanted[0]), wanted, dy)
 
-    return forward, replayed(both), bench(both)
+def handfuls() -> Iterator[Case]:
+    """Decoding."""
+    for width in (4096, 8192):
+        for rank in (1, 4):
+            for tokens in (1, 4, 16, 64):
+                yield bt.BTT(rank=rank), width, width, tokens
+
+
+class Usual(torch.autograd.Function):
+    """Two batched products, tokens slow, as such layers are usually written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, right: Tensor, left: Tensor) -> Tensor:
+        (c, o, d), (b, a, k) = right.shape, left.shape
+        count = x.shape[0]
+        blocks = x.reshape(count, c, d).transpose(0, 1)
+        first = x.new_empty(count, c, o).transpose(0, 1)
+        torch.bmm(blocks, right.mT, out=first)
+        z = first.transpose(0, 1).reshape(count, c, b, k // c).permute(2, 0, 1, 3).reshape(b, count, k)
+        y = x.new_empty(count, b, a).transpose(0, 1)
+        torch.bmm(z, left.mT, out=y)
+        ctx.save_for_backward(x, right, left, z)
+        return y.transpose(0, 1).reshape(count, b * a)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, right, left, z = ctx.saved_tensors
+        (c, o, d), (b, a, k) = right.shape, left.shape
+        count = x.shape[0]
+        grad = dy.reshape(count, b, a).transpose(0, 1)
+        d_left = torch.bmm(grad.mT, z)
+        back = torch.bmm(grad, left).reshape(b, count, c, k // c).permute(2, 1, 0, 3).reshape(c, count, o)
+        d_right = torch.bmm(back.mT, x.reshape(count, c, d).transpose(0, 1))
+        dx = x.new_empty(count, c, d).transpose(0, 1)
+        torch.bmm(back, right, out=dx)
+        return dx.transpose(0, 1).reshape(count, c * d), d_right, d_left
+
+
+def usual(structure: bt.Structure, chain: bt.Chain, tokens: int) -> Times | None:
+    """That method's times, for the layers it can express: unshared factors, the bond inside."""
+    first, second = chain.factors
+    where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    factors = [torch.randn(f.shape, **where).mul_(bt.init_std(f)).requires_grad_() for f in chain.factors]
+    if first.out_axes[: len(second.batch_axes)] != second.batch_axes:
+        # Monarch's middle is (bond, block): the same matrix once R's rows are put in the other order.
+        bond = first.d_out // second.blocks
+        rows = factors[0].detach().unflatten(1, (bond, second.blocks)).transpose(1, 2).flatten(1, 2).contiguous()
+        exact_factors, factors = factors, [rows.requires_grad_(), factors[1]]
+    else:
+        exact_factors = factors
+    x = torch.randn(tokens, chain.d_in, **where)
+    sample = x[:64].double()
+    exact = ops.apply(chain, sample, [f.double() for f in exact_factors], impl="reference")
+    off = (Usual.apply(x[:64], *factors).double() - exact).norm() / exact.norm()
+    if not off < 1e-2:
+        raise SystemExit(f"the usual method is wrong by {off:.1e} for {structure}")
+    return times(lambda t: Usual.apply(t, *factors), x, factors)
 
 
 def floor(chain: bt.Chain, tokens: int) -> tuple[float, float]:
+    """Milliseconds of the forward pass and of a training step that no implementation can beat."""
     work = 2 * chain.macs * tokens / PEAK
     ends = 2 * (tokens * (chain.d_in + chain.d_out) + chain.params)
     back = 2 * (tokens * (2 * chain.d_in + chain.d_out) + 2 * chain.params)
     return 1e3 * max(work, ends / BANDWIDTH), 1e3 * max(3 * work, (ends + back) / BANDWIDTH)
 
 
-def case(structure: bt.Structure, d_in: int, d_out: int, tokens: int) -> dict[str, object]:
-    where = {"device": "cuda", "dtype": torch.bfloat16}
-    layer = bt.StructuredLinear(d_in, d_out, structure, bias=False, **where)
-    dense = nn.Linear(d_in, d_out, bias=False, **where)
-    x, dy = torch.randn(tokens, d_in, **where), torch.randn(tokens, d_out, **where)
-    factors = layer.effective_factors()
-    chain = layer.chain
-    fits = pair(chain)
-    impl: ops.Impl = "triton" if fits is not None and fits.narrow else "bmm"
-    exact = ops.apply(chain, x[:256].double(), [f.double() for f in factors], impl="reference")
-    off = ((ops.apply(chain, x[:256], factors, impl=impl).double() - exact).norm() / exact.norm()).item()
+def narrow_linear(chain: bt.Chain, tokens: int) -> Times:
+    """A dense layer with as many MACs: fewer outputs."""
+    width = max(1, chain.macs // chain.d_in)
+    x = torch.randn(tokens, chain.d_in, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(width, chain.d_in, device="cuda", dtype=torch.bfloat16).mul_(chain.d_in**-0.5).requires_grad_()
+    return times(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
+
+
+def wrong(chain: bt.Chain, impl: ops.Impl) -> float:
+    """Relative error of the result on fresh numbers."""
+    x = torch.randn(500, chain.d_in, device="cuda", dtype=torch.bfloat16)
+    factors = [(torch.randn(f.shape, device="cuda") * bt.init_std(f)).bfloat16() for f in chain.factors]
+    exact = ops.apply(chain, x.double(), [f.double() for f in factors], impl="reference")
+    off = ((ops.apply(chain, x, factors, impl=impl).double() - exact).norm() / exact.norm()).item()
     if not off < 1e-2:
-        raise SystemExit(f"{structure} {d_in} -> {d_out}: wrong by {off:.1e}, so its speed does not matter")
-    times = {
-        "layer": timed(lambda t: ops.apply(chain, t, factors, impl=impl), x, factors, dy),
-        "bmm": timed(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors, dy),
-        "linear": timed(dense, x, [dense.weight], dy),
-        "floor": (*floor(chain, tokens), None),
-    }
-    row: dict[str, object] = {"structure": str(structure), "d_in": d_in, "d_out": d_out, "tokens": tokens, "impl": impl}
-    for name, (forward, both, eager) in times.items():
-        row |= {f"{name}_forward_ms": round(forward, 4), f"{name}_both_ms": round(both, 4)}
-        if eager is not None:
-            row[f"{name}_both_eager_ms"] = round(eager, 4)
-    took = {name: t[1] for name, t in times.items()}
-    row["over_floor"] = round(took["layer"] / took["floor"], 2)
-    row["faster_than_linear"] = round(took["linear"] / took["layer"], 2)
-    row["faster_than_bmm"] = round(took["bmm"] / took["layer"], 2)
-    row["error"] = f"{off:.1e}"
-    return row
+        raise SystemExit(f"wrong by {off:.1e}, so its speed does not matter:\n{chain.equation()}")
+    return off
+
+
+def record(row: Row, case: Case) -> dict[str, object]:
+    """One line of layers.csv."""
+    structure, d_in, d_out, tokens = case
+    chain = structure.chain(d_in, d_out)
+    impl: Any = row.best
+    ours, dense = row.times[impl], row.times["dense"]
+    rival = usual(structure, chain, tokens)
+    narrow = narrow_linear(chain, tokens)
+    low = floor(chain, tokens)
+    line: dict[str, object] = {
+        "structure": str(structure), "d_in": d_in, "d_out": d_out, "tokens": tokens, "impl": impl,
+        "forward_ms": ours.forward, "both_ms": ours.both, "both_eager_ms": ours.both_eager,
+        "bmm_both_ms": row.times["bmm"].both, "usual_both_ms": rival.both if rival else "",
+        "linear_forward_ms": dense.forward, "linear_both_ms": dense.both, "linear_both_eager_ms": dense.both_eager,
+        "linear_same_macs_both_ms": narrow.both,
+        "floor_forward_ms": round(low[0], 5), "floor_both_ms": round(low[1], 5),
+        "over_floor": round(ours.both / low[1], 3), "faster_than_linear": round(dense.both / ours.both, 3),
+        "faster_than_usual": round(rival.both / ours.both, 3) if rival else "",
+        "error": f"{wrong(chain, impl):.1e}",
+    }  # fmt: skip
+    return line
+
+
+def save(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0].keys())
+        writer.writeheader()
+        writer.writerows(lines)
+    part.replace(path)
+
+
+def compile_all(share: int, of: int) -> None:
+    """Compile this share of the kernels, so that nobody waits for them one by one later."""
+    wanted = {(structure.chain(d_in, d_out)): tokens for structure, d_in, d_out, tokens in every()}
+    for chain in list(wanted)[share::of]:
+        way = fused.prepare(chain)
+        if way is None:
+            continue
+        x = torch.randn(300, chain.d_in, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        factors = [torch.zeros(f.shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for f in chain.factors]
+        base = tuning.default(way.signature, 2)
+        ways = [tuning.Tuning(f, base.backward) for f in tuning.FORWARD]
+        for how in (*ways, *(tuning.Tuning(base.forward, b) for b in tuning.BACKWARD)):
+            with fused.tuned(how):
+                y = ops.apply(chain, x, factors, impl="triton")
+                torch.autograd.grad(y, [x, *factors], torch.ones_like(y))
+
+
+def every() -> Iterator[Case]:
+    yield from layers()
+    yield from others()
+    yield from handfuls()
+
+
+def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Time over floor against width, ours and the others', one panel a rank."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
+    names = (
+        ("both_ms", "buttress", "C0", "o-"),
+        ("linear_both_ms", "nn.Linear, same width", "C3", "s--"),
+        ("usual_both_ms", "usual BTT code", "C7", "^:"),
+    )
+    for panel, structure in zip(panels, ("btt", "btt(rank=2)", "btt(rank=4)"), strict=True):
+        shown = [r for r in lines if r["structure"] == structure and r["d_in"] == r["d_out"]]
+        shown.sort(key=lambda r: int(r["d_in"]))
+        for key, label, colour, mark in names:
+            over = [float(r[key]) / float(r["floor_both_ms"]) for r in shown]
+            panel.plot([int(r["d_in"]) for r in shown], over, mark, color=colour, label=label)
+        panel.axhline(1, color="black", lw=0.8)
+        panel.set(xscale="log", yscale="log", xlabel="width", title=structure)
+        panel.set_xticks(WIDTHS, [str(w) for w in WIDTHS], rotation=45)
+        panel.minorticks_off()
+        panel.set_yticks((1, 2, 5, 10, 20, 50), ("1", "2", "5", "10", "20", "50"))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("time of a training step / floor")
+    panels[0].legend(frameon=False, fontsize=8)
+    part = path.with_suffix(".part.png")
+    figure.savefig(part, dpi=130)
+    part.replace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/h200/pair.csv"), help="where to write the record")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--out", type=Path, default=Path("results/h200"), help="folder of the records")
+    parser.add_argument("--figure", type=Path, default=Path("docs/speed.png"))
+    parser.add_argument("--table", type=Path, help="also write the table of measured speeds to this file")
+    parser.add_argument("--plot", action="store_true", help="only draw the figure, from the records")
+    parser.add_argument("--compile", nargs=2, type=int, metavar=("SHARE", "OF"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.plot:
+        with (given.out / "layers.csv").open(newline="") as file:
+            return plot(list(csv.DictReader(file)), given.figure)
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU; benchmarks/cpu.py is the one for CPUs")
-    torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
+    if given.compile:
+        return compile_all(*given.compile)
+    count = max(1, (os.cpu_count() or 2) - 1)
+    workers = [subprocess.Popen([sys.executable, __file__, "--compile", str(i), str(count)]) for i in range(count)]
+    for worker in workers:
+        worker.wait()  # what one failed to compile is compiled, or fails, below
     torch.manual_seed(0)
-    rows = []
-    for arguments in CASES:
-        rows.append(row := case(*arguments))
-        name = f"{row['structure']} {row['d_in']} -> {row['d_out']}"
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
+    where = torch.device("cuda", torch.cuda.current_device())
+    rows: list[Row] = []
+    lines: list[dict[str, object]] = []
+    few: list[dict[str, object]] = []
+    dense: dict[tuple[int, ...], Times] = {}
+
+    def measured(case: Case) -> Row:
+        structure, *sizes = case
+        chain = structure.chain(case[1], case[2])
+        known = dense.get(tuple(sizes))
+        rows.append(measure(chain, str(structure), case[3], torch.bfloat16, where, dense=known))
+        dense[tuple(sizes)] = rows[-1].times["dense"]
+        torch.cuda.empty_cache()
+        return rows[-1]
+
+    for case in layers():
+        lines.append(line := record(measured(case), case))
+        name = f"{line['structure']} {line['d_in']} -> {line['d_out']}"
         print(
-            f"{name:<32} {row['impl']:>6} forward {row['layer_forward_ms']:>7} both {row['layer_both_ms']:>7} "
-            f"(eager {row['layer_both_eager_ms']:>7}) linear {row['linear_both_ms']:>7} ms | "
-            f"{row['over_floor']:>5} x floor | {row['faster_than_linear']:>6} x nn.Linear | "
-            f"{row['faster_than_bmm']:>5} x bmm",
+            f"{name:<32} {line['impl']:>6} forward {line['forward_ms']:>8} both {line['both_ms']:>8} "
+            f"(eager {line['both_eager_ms']:>8}) linear {line['linear_both_ms']:>8} ms | "
+            f"{line['over_floor']:>6} x floor | {line['faster_than_linear']:>7} x nn.Linear | "
+            f"{line['faster_than_usual']:>7} x usual",
             flush=True,
         )
-        torch.cuda.empty_cache()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_suffix(".part")
-    with part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    part.replace(out)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: written to {out}")
+    save(given.out / "layers.csv", lines)
+    for case in handfuls():
+        row = measured(case)
+        ours, dense = row.times["triton"].forward, row.times["dense"].forward
+        few.append(
+            {
+                "structure": row.structure, "width": row.d_in, "tokens": row.tokens, "forward_ms": ours,
+                "linear_forward_ms": dense, "faster_than_linear": round(dense / ours, 3),
+            }
+        )  # fmt: skip
+        print(" ".join(f"{k} {v}" for k, v in few[-1].items()), flush=True)
+    save(given.out / "decode.csv", few)
+    plot(lines, given.figure)
+    if given.table:
+        for case in others():
+            row = measured(case)
+            print(row.structure, row.d_in, row.d_out, row.tokens, {k: t.both for k, t in row.times.items()}, flush=True)
+        write(given.table, torch.cuda.get_device_name(), rows)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: written to {given.out}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import buttress as bt
 from buttress import ops
@@ -67,7 +68,8 @@ def check(
     meaning = ops.apply(
         chain, exact[0], exact[1 : count + 1], exact[count + 1], scales=exact[count + 2 :] or None, impl="reference"
     )
-    dy = torch.randn_like(y)
+    # Not all noise: a scale's gradient is one number, the product of dy and y, which would nearly cancel.
+    dy = torch.randn_like(y) + y.detach()
     grads = torch.autograd.grad(y, leaves, dy)
     with torch.no_grad():
         alone = ops.apply(chain, x, factors, bias, scales=scales or None, impl="triton")
@@ -163,16 +165,34 @@ def test_the_same_every_time() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("save", [True, False])
-def test_registered_as_torch_asks(save: bool) -> None:
+@pytest.mark.parametrize("impl", ["triton", "bmm"])
+def test_recomputing_gives_the_same_and_saves_less(impl: Any) -> None:
+    chain = bt.BTT(rank=3, cores=3).chain(60, 40)
+    x = torch.randn(70, 60, device=DEVICE, requires_grad=True)
+    factors = [torch.randn(f.shape, device=DEVICE, requires_grad=True) for f in chain.factors]
+    runs, sizes = [], []
+    for recompute in (False, True):
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]  # noqa: B023
+            y = ops.apply(chain, x, factors, impl=impl, recompute=recompute)
+        sizes.append(sum(t.numel() for t in saved))
+        runs.append([y, *torch.autograd.grad(y.square().sum(), [x, *factors])])
+    assert sizes[1] == x.numel() + sum(f.numel() for f in factors) < sizes[0]
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("learns", "save"), [(True, True), (True, False), (False, False)])
+def test_registered_as_torch_asks(learns: bool, save: bool) -> None:
     chain = bt.BTT(rank=2).chain(24, 40)
     way = route(chain)
     assert way is not None
     x = torch.randn(9, 24, device=DEVICE, requires_grad=True)
-    factors = [torch.randn(f.shape, device=DEVICE, requires_grad=save) for f in chain.factors]
-    scales = [torch.rand(1, device=DEVICE, requires_grad=save) for _ in factors]
+    factors = [torch.randn(f.shape, device=DEVICE, requires_grad=learns) for f in chain.factors]
+    scales = [torch.rand(1, device=DEVICE, requires_grad=learns) for _ in factors]
     bias = torch.randn(40, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(fused._chain, (x, factors, scales, bias, way.numbers(), save), atol=1e-4, rtol=1e-4)
+    given = (x, factors, scales, bias, way.numbers(), learns, save)
+    torch.library.opcheck(torch.ops.buttress.chain.default, given, atol=1e-4, rtol=1e-4)
 
 
 def test_second_derivative_and_compilation() -> None:
@@ -201,7 +221,7 @@ def test_flops_are_counted() -> None:
     chain = bt.BTT(rank=2).chain(24, 40)
     x = torch.randn(9, 24, device=DEVICE, requires_grad=True)
     factors = [torch.randn(f.shape, device=DEVICE, requires_grad=True) for f in chain.factors]
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         y = ops.apply(chain, x, factors, impl="triton")
         assert counter.get_total_flops() == 2 * 9 * chain.macs
         y.sum().backward()
@@ -215,8 +235,15 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(bt.ButtressError, match=match):
             ops.apply(chain, torch.zeros(1, 30, dtype=dtype), factors, impl="triton")
 
+    monkeypatch.setattr(fused, "INTERPRETED", True)
     refused(bt.Convolution(kernel_size=3), torch.float32, "at regular places, which this chain's do not")
     refused(bt.BTT(), torch.float64, "not float64: use impl='bmm'")
+    chain = bt.BTT().chain(30, 30)
+    mixed = [torch.zeros(f.shape, dtype=torch.float16) for f in chain.factors]
+    with pytest.raises(
+        bt.ButtressError, match=r"x is torch\.float32 on cpu, but the layer's parameters are torch\.float16"
+    ):
+        ops.apply(chain, torch.zeros(1, 30), mixed, impl="triton")
     monkeypatch.setattr(fused, "INTERPRETED", False)
     refused(bt.BTT(), torch.float32, "run on a CUDA device, but x is on cpu")
     monkeypatch.setattr(fused, "TRITON", False)

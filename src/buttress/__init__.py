@@ -6,7 +6,7 @@ bt.replace_(model, bt.BTT(rank=2))
 optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 """
 
-from buttress.advise import Advice, advise
+from buttress.advise import Advice, advise, calibrate
 from buttress.attention import ProjectedAttention, SplitLinear
 from buttress.chain import Chain, Factor
 from buttress.cost import Cost, cost
@@ -71,6 +71,7 @@ __all__ = [
     "StructuredLinear",
     "TensorTrain",
     "advise",
+    "calibrate",
     "cost",
     "densify_",
     "explain",

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import log2
 
 import torch
+from torch import nn
 
 from buttress.errors import ButtressError, ShapeError
+from buttress.layer import StructuredLinear
 from buttress.ops.measured import Row, Times, keep, table
 from buttress.structures import Structure, parse, structures
 from buttress.table import render
@@ -30,6 +32,8 @@ class Option:
     """How many times faster than nn.Linear; below 1 it is slower."""
     parameters: int
     against_dense_parameters: float
+    rank: int
+    """Largest possible rank of the matrix."""
     basis: str
     """"measured", or the measured sizes from which the time was scaled."""
 
@@ -127,11 +131,41 @@ def advise(
         took = {n: t.of(training=training, launched=compiled) for n, t in row.times.items() if n != "dense"}
         best = min(took, key=lambda n: took[n])
         against = row.times["dense"].of(training=training, launched=compiled) / took[best]
-        count = structure.chain(d_in, d_out).params
-        options.append(Option(str(structure), best, took[best], against, count, count / (d_in * d_out), basis))
+        chain = structure.chain(d_in, d_out)
+        share = chain.params / (d_in * d_out)
+        options.append(Option(str(structure), best, took[best], against, chain.params, share, chain.max_rank, basis))
     what = f"{'a training step' if training else 'forward'}, {str(kind).removeprefix('torch.')}"
     what += "" if compiled else ", launched by Python"
     return Advice(d_in, d_out, tokens, name, what, dense, tuple(sorted(options, key=lambda o: o.ms)))
+
+
+def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None) -> list[Option]:
+    """Measure every distinct structured layer of a model on the GPU it is on, so that each takes what is fastest there.
+
+    Rows are kept in the user's table and used from then on, in this process and in later ones. `dtype` is what the
+    layers compute in, if autocast makes that another than their own.
+    """
+    from buttress.ops.measure import measure
+
+    layers = {
+        (str(m.structure), m.in_features, m.out_features): m for m in model.modules() if isinstance(m, StructuredLinear)
+    }
+    if not layers:
+        raise ButtressError("the model has no structured layers: replace_ some first")
+    options, rows = [], []
+    for (label, d_in, d_out), layer in layers.items():
+        weight = next(iter(layer.factors.values()))
+        if weight.device.type != "cuda":
+            raise ButtressError(f"layers are calibrated on a GPU, but this model is on {weight.device}")
+        row = measure(layer.chain, label, tokens, dtype or weight.dtype, weight.device)
+        took, dense = row.times[row.best].both, row.times["dense"].both
+        chain = layer.chain
+        share = chain.params / (d_in * d_out)
+        where = f"{d_in} -> {d_out}, measured"
+        options.append(Option(label, row.best, took, dense / took, chain.params, share, chain.max_rank, where))
+        rows.append(row)
+    keep(torch.cuda.get_device_name(weight.device), rows)
+    return options
 
 
 def _local(device: torch.device | str | None) -> torch.device | None:

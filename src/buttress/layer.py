@@ -62,6 +62,8 @@ class StructuredLinear(nn.Module):
         self.structure = structure
         self.chain: Chain = structure.chain(self.in_features, self.out_features)
         ops.prepare(self.chain)
+        self.recompute = False
+        """Whether the backward pass makes what lies between the factors anew: less memory, a little more time."""
         self.zero_init = zero_init
         self.normalize = normalize
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -143,7 +145,14 @@ class StructuredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         factors = [self.factors[f.name] for f in self.chain.factors]
-        return ops.apply(self.chain, x, factors, self.bias, scales=self.scales() if self.normalize else None)
+        return ops.apply(
+            self.chain,
+            x,
+            factors,
+            self.bias,
+            scales=self.scales() if self.normalize else None,
+            recompute=self.recompute,
+        )
 
     def to_dense(self) -> Tensor:
         """The (out_features, in_features) matrix that the layer applies."""

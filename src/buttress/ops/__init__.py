@@ -38,13 +38,15 @@ def apply(
     bias: Tensor | None = None,
     *,
     scales: Sequence[Tensor] | None = None,
+    recompute: bool = False,
     impl: Impl | None = None,
 ) -> Tensor:
     """y = W x + bias for any leading shape of x, where `factors` are W's, in order of application.
 
     Law: apply(chain, x, factors) = x @ dense(chain, factors).T. `scales` holds one number for each factor, by
-    which it is multiplied. Follows autocast as F.linear does. `impl` forces one implementation; without it the
-    fastest that fits is taken, as far as the card was measured.
+    which it is multiplied. With `recompute` the backward pass makes what lies between the factors anew instead of
+    finding it saved: less memory, a little more time. Follows autocast as F.linear does. `impl` forces one
+    implementation; without it the fastest that fits is taken, as far as the card was measured.
     """
     if x.dim() == 0 or x.shape[-1] != chain.d_in:
         raise ShapeError(
@@ -58,7 +60,7 @@ def apply(
         bias = None if bias is None else bias.to(dtype)
     rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
     run = IMPLEMENTATIONS[impl or ("triton" if fused.preferred(chain, rows) else "bmm")]
-    y = run(chain, rows, factors, bias, scales)
+    y = run(chain, rows, factors, bias, scales, recompute)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
 
 

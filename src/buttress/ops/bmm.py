@@ -27,7 +27,7 @@ Sizes = tuple[int, ...]
 
 
 @framed
-def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
     """(tokens, padded d_in) -> (tokens, padded d_out)."""
     how: Layout = chain.memo.get("bmm") or prepare(chain)
     if how.plain:
@@ -43,7 +43,7 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     ):
         # Compilers and function transforms work out gradients, and their layout, by themselves.
         return _forward(how, z, factors)[0]
-    y: Tensor = _Chain.apply(how, z, *factors)  # type: ignore[no-untyped-call]
+    y: Tensor = _Chain.apply(how, recompute, z, *factors)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -67,6 +67,8 @@ class Step:
     tokens_slow: bool
     into_y: bool
     """The last product can write blocks (tokens, out), which only have to be laid side by side."""
+    from_x: bool
+    """The first one's inputs are laid side by side in x."""
 
     def arrange(self, z: Tensor) -> Tensor:
         if self.regroup:
@@ -146,6 +148,7 @@ def prepare(chain: Chain) -> Layout:
                 d_out=f.d_out,
                 made=sizes(made),
                 tokens_slow=first,
+                from_x=first and not chain.window and chain.x == f.batch_axes + f.shared_axes + f.in_axes,
                 into_y=last and not first and not f.shared_axes and chain.y == f.batch_axes + f.out_axes,
             )
         )
@@ -180,7 +183,17 @@ def _inverse(order: Order) -> Order:
     return tuple([order.index(i) for i in range(len(order))])
 
 
-def _forward(how: Layout, z: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _side_by_side(left: Tensor, right: Tensor, *, direct: bool) -> Tensor:
+    """The products' rows, (tokens, blocks * columns). With `direct` they are written there, which a CPU cannot do."""
+    blocks, count, columns = left.shape[0], left.shape[1], right.shape[2]
+    if direct:
+        y = left.new_empty(count, blocks, columns)
+        torch.bmm(left, right, out=y.transpose(0, 1))
+        return y.view(count, blocks * columns)
+    return torch.bmm(left, right).transpose(0, 1).reshape(count, blocks * columns)
+
+
+def _forward(how: Layout, z: Tensor, factors: Sequence[Tensor], *, direct: bool = False) -> tuple[Tensor, list[Tensor]]:
     """The result, and what each factor but the first was applied to."""
     kept = []
     z = z.reshape(-1, *how.read)
@@ -188,8 +201,7 @@ def _forward(how: Layout, z: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor,
         blocks = step.arrange(z)
         kept.append(blocks)
         if step.into_y:
-            y = torch.bmm(blocks.mT, weight.mT)
-            return y.transpose(0, 1).reshape(-1, how.d_out), kept[1:]
+            return _side_by_side(blocks.mT, weight.mT, direct=direct), kept[1:]
         z = torch.bmm(step.spread(weight), blocks.mT if step.tokens_slow else blocks).view(*step.made, -1)
     return z.permute(how.order).reshape(-1, how.d_out), kept[1:]
 
@@ -198,13 +210,13 @@ class _Chain(torch.autograd.Function):
     """The whole chain as one node of the graph. Saves x and what lies between the factors."""
 
     @staticmethod
-    def forward(ctx: Any, how: Layout, z: Tensor, *factors: Tensor) -> Tensor:
-        y, kept = _forward(how, z, factors)
+    def forward(ctx: Any, how: Layout, recompute: bool, z: Tensor, *factors: Tensor) -> Tensor:
+        y, kept = _forward(how, z, factors, direct=z.is_cuda)
         ctx.how = how
         ctx.shape = z.shape
         # What a factor was applied to is needed for that factor's gradient alone.
-        learns = ctx.needs_input_grad[2:]
-        between = [k if wanted else None for k, wanted in zip(kept, learns[1:], strict=True)]
+        learns = ctx.needs_input_grad[3:]
+        between = [k if wanted and not recompute else None for k, wanted in zip(kept, learns[1:], strict=True)]
         ctx.save_for_backward(z if any(learns) else None, *factors, *between)
         return y
 
@@ -214,7 +226,7 @@ class _Chain(torch.autograd.Function):
         count = len(how.steps)
         z, *rest = ctx.saved_tensors
         factors, kept = rest[:count], rest[count:]
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             # A second derivative is asked for: let torch find the first one. Of aliases, because the
             # inputs may depend on each other. Where only x is wanted its value does not matter.
@@ -222,7 +234,9 @@ class _Chain(torch.autograd.Function):
             alias = [t.view_as(t) for t in given]
             inputs = [t for t, w in zip(alias, wanted, strict=True) if w]
             found = iter(torch.autograd.grad(_forward(how, alias[0], alias[1:])[0], inputs, grad, create_graph=True))
-            return (None, *(next(found) if w else None for w in wanted))
+            return (None, None, *(next(found) if w else None for w in wanted))
+        if any(w and k is None for w, k in zip(wanted[2:], kept, strict=True)):
+            kept = _forward(how, z, factors)[1]
         grads: list[Tensor | None] = [None] * (count + 1)
         for i in reversed(range(count)):
             step, weight = how.steps[i], factors[i]
@@ -238,6 +252,9 @@ class _Chain(torch.autograd.Function):
                 grads[i + 1] = step.gather(torch.bmm(out, rows))
             if i:
                 grad = step.restore(torch.bmm(weight.mT, out))
+            elif wanted[0] and step.from_x:
+                dx = _side_by_side(out.mT, step.spread(weight), direct=out.is_cuda)
+                grads[0] = dx.reshape(ctx.shape)
             elif wanted[0]:
                 grads[0] = step.restore(torch.bmm(out.mT, step.spread(weight))).reshape(ctx.shape)
-        return (None, *grads)
+        return (None, None, *grads)

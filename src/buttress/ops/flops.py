@@ -45,6 +45,7 @@ def _chain(x: Any, weights: Any, scales: Any, bias: Any, numbers: Sequence[int],
 
 
 def _chain_backward(
-    dy: Any, x: Any, z: Any, weights: Any, scales: Any, numbers: Sequence[int], *args: Any, **kwargs: Any
-) -> int:
-    return int((4 if len(z) == 3 else 2) * x[0] * Route.of(numbers).macs)
+    dy: Any, x: Any, z: Any, weights: Any, scales: Any, numbers: Sequence[int],
+    biased: bool, learns: bool, *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    return int((4 if learns else 2) * x[0] * Route.of(numbers).macs)

@@ -29,7 +29,12 @@ INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def apply(
-    chain: Chain, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, scales: Sequence[Tensor] | None
+    chain: Chain,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    bias: Tensor | None,
+    scales: Sequence[Tensor] | None,
+    recompute: bool,
 ) -> Tensor:
     """(tokens, d_in) -> (tokens, d_out), or a clear refusal."""
     way = prepare(chain)
@@ -47,14 +52,23 @@ def apply(
     compiling = torch.compiler.is_compiling()
     if not compiling and torch._C._len_torch_dispatch_stack():
         # A mode that counts operations or fakes tensors has to see some: the same products as torch.bmm.
-        return bmm.apply(chain, x, factors, bias, scales)
+        return bmm.apply(chain, x, factors, bias, scales, recompute)
     weights = [w.contiguous() for w in factors]
-    gains = list(scales or [])
+    gains = [s.float() for s in scales or ()]
+    given = [*weights, *([] if bias is None else [bias])]
+    if any(t.dtype != x.dtype or t.device != x.device for t in given) or any(g.device != x.device for g in gains):
+        kinds = ", ".join(sorted({f"{t.dtype} on {t.device}" for t in (*given, *gains)}))
+        raise ButtressError(
+            f"x is {x.dtype} on {x.device}, but the layer's parameters are {kinds}: bring them together"
+        )
     if compiling:
         learns = torch.is_grad_enabled() and any(w.requires_grad for w in (*weights, *gains))
-        made: tuple[Tensor, Tensor] = _chain(x.contiguous(), weights, gains, bias, way.numbers(), learns)
+        save = learns and not recompute
+        made: tuple[Tensor, Tensor] = torch.ops.buttress.chain(
+            x.contiguous(), weights, gains, bias, way.numbers(), learns, save
+        )
         return made[0]
-    y: Tensor = _Chain.apply(way, len(gains), x.contiguous(), bias, *weights, *gains)  # type: ignore[no-untyped-call]
+    y: Tensor = _Chain.apply(way, recompute, x.contiguous(), bias, *weights, *gains)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -110,16 +124,17 @@ class _Chain(torch.autograd.Function):
     """The kernels without the operator around them, which costs host time on every call."""
 
     @staticmethod
-    def forward(ctx: Any, way: Route, scaled: int, x: Tensor, bias: Tensor | None, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, way: Route, recompute: bool, x: Tensor, bias: Tensor | None, *given: Tensor) -> Tensor:
         from buttress.ops import launch
 
         count = len(way.hops)
         weights, scales = given[:count], given[count:]
         # What lies between the factors is needed for their gradients alone.
         learns = any(ctx.needs_input_grad[4:])
-        y, z = launch.forward(way, x, weights, scales, bias, _tuning(way, x).forward, save=learns)
+        save = learns and not recompute
+        y, z = launch.forward(way, x, weights, scales, bias, _tuning(way, x).forward, save=save)
         ctx.save_for_backward(x, bias, z, *given)
-        ctx.way = way
+        ctx.way, ctx.learns = way, learns
         return y
 
     @staticmethod
@@ -133,11 +148,13 @@ class _Chain(torch.autograd.Function):
             return (None, None, *_twice(way, dy, (x, bias, *given), wanted))
         dy = dy.contiguous()
         weights, scales = given[: len(way.hops)], given[len(way.hops) :]
-        if z is None:
+        if not ctx.learns:
             dx = launch.backward_x(way, dy, x, weights, scales, _tuning(way, x).forward) if wanted[0] else None
             return (None, None, dx, dy.sum(0) if wanted[1] else None, *(None for _ in given))
+        if z is None:
+            z = launch.between(way, x, weights, scales, _tuning(way, x).forward)
         dx, dws, dss, db = launch.backward(way, dy, x, z, weights, scales, _tuning(way, x), biased=wanted[1])
-        return (None, None, dx, None if db is None else db.to(dy.dtype), *dws, *dss)
+        return (None, None, dx, db, *dws, *dss)
 
 
 def _twice(
@@ -152,29 +169,50 @@ def _twice(
     return tuple(next(found) if w else None for w in wanted)
 
 
-@torch.library.custom_op("buttress::chain", mutates_args=())
+# Defined one by one rather than with torch.library.custom_op, which takes three times as long on every call.
+torch.library.define(
+    "buttress::chain",
+    "(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? bias, int[] numbers, bool learns, bool save) "
+    "-> (Tensor, Tensor)",
+)
+torch.library.define(
+    "buttress::chain_backward",
+    "(Tensor dy, Tensor x, Tensor z, Tensor[] weights, Tensor[] scales, int[] numbers, bool biased, bool learns) "
+    "-> Tensor[]",
+)
+DEVICES = ("cpu", "cuda")
+
+
+@lru_cache(maxsize=1024)
+def _route(numbers: tuple[int, ...]) -> Route:
+    return Route.of(numbers)
+
+
+@torch.library.impl("buttress::chain", DEVICES)
 def _chain(
     x: Tensor,
     weights: Sequence[Tensor],
     scales: Sequence[Tensor],
     bias: Tensor | None,
     numbers: Sequence[int],
+    learns: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     from buttress.ops import launch
 
-    way = Route.of(numbers)
+    way = _route(tuple(numbers))
     y, z = launch.forward(way, x, weights, scales, bias, _tuning(way, x).forward, save=save)
     return y, x.new_empty(0) if z is None else z
 
 
-@_chain.register_fake
+@torch.library.register_fake("buttress::chain")  # type: ignore[untyped-decorator]
 def _(
     x: Tensor,
     weights: Sequence[Tensor],
     scales: Sequence[Tensor],
     bias: Tensor | None,
     numbers: Sequence[int],
+    learns: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     way = Route.of(numbers)
@@ -182,35 +220,37 @@ def _(
     return x.new_empty(x.shape[0], way.d_out), x.new_empty(tiles, sum(way.rows), TOKENS) if save else x.new_empty(0)
 
 
-@torch.library.custom_op("buttress::chain_backward", mutates_args=())
+@torch.library.impl("buttress::chain_backward", DEVICES)
 def _chain_backward(
     dy: Tensor, x: Tensor, z: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[int],
-    biased: bool,
+    biased: bool, learns: bool,
 ) -> list[Tensor]:  # fmt: skip
     from buttress.ops import launch
 
-    way = Route.of(numbers)
-    if z.dim() != 3:
+    way = _route(tuple(numbers))
+    if not learns:
         dx = launch.backward_x(way, dy, x, weights, scales, _tuning(way, x).forward)
         return [dx, *([dy.sum(0)] if biased else [])]
+    if z.dim() != 3:
+        z = launch.between(way, x, weights, scales, _tuning(way, x).forward)
     dx, dws, dss, db = launch.backward(way, dy, x, z, weights, scales, _tuning(way, x), biased=biased)
-    return [dx, *dws, *dss, *([] if db is None else [db.to(dy.dtype)])]
+    return [dx, *dws, *dss, *([] if db is None else [db])]
 
 
-@_chain_backward.register_fake
+@torch.library.register_fake("buttress::chain_backward")  # type: ignore[untyped-decorator]
 def _(
     dy: Tensor, x: Tensor, z: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[int],
-    biased: bool,
+    biased: bool, learns: bool,
 ) -> list[Tensor]:  # fmt: skip
     bias = [dy.new_empty(dy.shape[1])] if biased else []
-    like = [x, *weights, *scales] if z.dim() == 3 else [x]
+    like = [x, *weights, *scales] if learns else [x]
     return [*(torch.empty_like(t) for t in like), *bias]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weights, scales, bias, numbers, save = inputs
+    x, weights, scales, bias, numbers, learns, _ = inputs
     ctx.save_for_backward(x, bias, output[1], *weights, *scales)
-    ctx.numbers, ctx.count, ctx.save = numbers, len(weights), save
+    ctx.numbers, ctx.count, ctx.learns = numbers, len(weights), learns
     ctx.set_materialize_grads(False)
 
 
@@ -222,16 +262,18 @@ def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Any, ...]:
         lists = [w.requires_grad for w in weights], [s.requires_grad for s in scales]
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[3], *lists[0], *lists[1]]
         dx, db, *rest = _twice(Route.of(ctx.numbers), dy, (x, bias, *given), wanted)
-        return dx, rest[: ctx.count], rest[ctx.count :], db, None, None
+        return dx, rest[: ctx.count], rest[ctx.count :], db, None, None, None
     biased = ctx.needs_input_grad[3]
-    dx, *rest = _chain_backward(dy.contiguous(), x, z, weights, scales, ctx.numbers, biased)
+    dx, *rest = torch.ops.buttress.chain_backward(
+        dy.contiguous(), x, z, weights, scales, ctx.numbers, biased, ctx.learns
+    )
     db = rest.pop() if biased else None
-    if not ctx.save:
-        return dx, [None] * len(weights), [None] * len(scales), db, None, None
-    return dx, rest[: ctx.count], rest[ctx.count :], db, None, None
+    if not ctx.learns:
+        return dx, [None] * len(weights), [None] * len(scales), db, None, None, None
+    return dx, rest[: ctx.count], rest[ctx.count :], db, None, None, None
 
 
-_chain.register_autograd(_gradient, setup_context=_setup)
+torch.library.register_autograd("buttress::chain", _gradient, setup_context=_setup)
 
 
 def plain(way: Route, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None) -> Tensor:

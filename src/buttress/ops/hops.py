@@ -16,7 +16,7 @@ from math import gcd, prod
 
 from buttress.chain import Axes, Chain
 
-Signature = tuple[tuple[int, int, int], ...]
+Signature = tuple[tuple[tuple[int, int, int], ...], bool]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,14 @@ class Hop:
     slices: int
     """Slices of the weight."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Plans of launches are looked up by it on every call.
+        return hash((self.source, self.target, self.leads, self.slices))
+
     @property
     def blocks(self) -> int:
         """Blocks of work: each slice once for everything that shares it."""
@@ -105,14 +113,23 @@ class Route:
     d_out: int
     rows: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.hops, self.d_in, self.d_out, self.rows))
+
     @property
     def macs(self) -> int:
         return sum(hop.macs for hop in self.hops)
 
-    @property
+    @cached_property
     def signature(self) -> Signature:
-        """(blocks, inputs, outputs) of each hop: what its speed depends on."""
-        return tuple((hop.blocks, hop.source.size, hop.target.size) for hop in self.hops)
+        """What the speed depends on: (blocks, inputs, outputs) of each hop, and whether x or y is read or written in
+        single numbers rather than in runs."""
+        sizes = tuple((hop.blocks, hop.source.size, hop.target.size) for hop in self.hops)
+        return sizes, self.hops[0].source.inner != 1 or self.hops[-1].target.inner != 1
 
     def numbers(self) -> list[int]:
         """As integers, which is what a registered operator can be given."""

@@ -116,8 +116,8 @@ def _multiply(w, s, acc, FAST: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def _map(
     source, w, scale, bias, target, table, flags, block, part, lane,
-    tokens, tiles, lanes, group, groups, count, ring, slots, source_width, target_width, K, J,
-    FROM: tl.constexpr, TO: tl.constexpr,
+    tokens, tiles, lanes, group, groups, count, ring, slots, source_width, target_width,
+    K: tl.constexpr, J: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
     T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, ONCE: tl.constexpr, FLIPPED: tl.constexpr,
     SOURCE_FAST: tl.constexpr, TARGET_FAST: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, LINK: tl.constexpr, RING: tl.constexpr, P: tl.constexpr,
@@ -177,7 +177,7 @@ COUNTS = ["tokens", "tiles", "lanes", "group", "groups", "ring", "slots"]
 @triton.jit(do_not_specialize=COUNTS)
 def forward(
     source, w, scale, bias, target, table,
-    tokens, tiles, lanes, source_width, target_width, blocks, K, J,
+    tokens, tiles, lanes, source_width, target_width, blocks, K: tl.constexpr, J: tl.constexpr,
     FROM: tl.constexpr, TO: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, ONCE: tl.constexpr,
     FLIPPED: tl.constexpr, SOURCE_FAST: tl.constexpr, TARGET_FAST: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, P: tl.constexpr,
@@ -195,7 +195,8 @@ def forward(
 @triton.jit(do_not_specialize=COUNTS)
 def forward_pair(
     x, w1, scale1, table1, z, w2, scale2, bias, table2, y, flags,
-    tokens, tiles, lanes, group, groups, ring, slots, d_in, rows, d_out, blocks1, blocks2, K1, J1, K2, J2,
+    tokens, tiles, lanes, group, groups, ring, slots, d_in, rows, d_out, blocks1, blocks2,
+    K1: tl.constexpr, J1: tl.constexpr, K2: tl.constexpr, J2: tl.constexpr,
     FROM1: tl.constexpr, TO1: tl.constexpr, FROM2: tl.constexpr, TO2: tl.constexpr,
     T: tl.constexpr, BK1: tl.constexpr, BJ1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, RING: tl.constexpr, P: tl.constexpr,
@@ -223,7 +224,7 @@ def forward_pair(
 @triton.jit(do_not_specialize=COUNTS)
 def backward(
     grad, source, w, scale, out, dw, db, table,
-    tokens, tiles, lanes, source_width, target_width, blocks, K, J,
+    tokens, tiles, lanes, source_width, target_width, blocks, K: tl.constexpr, J: tl.constexpr,
     FROM: tl.constexpr, TO: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     SOURCE_FAST: tl.constexpr, TARGET_FAST: tl.constexpr, BACK: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, P: tl.constexpr,
@@ -270,32 +271,46 @@ def backward(
             tl.store(db + lane * target_width + to, total, to_inside)
 
 
-@triton.jit
-def total(parts, scale, out, count, size, lanes, shared, SCALED: tl.constexpr, B: tl.constexpr):
-    """A weight's gradient: the sum over lanes and over the blocks that share a slice, always in the same order."""
-    i = tl.program_id(0) * B + tl.arange(0, B)
-    inside = i < count
-    base = (i // size).to(tl.int64) * size * shared + i % size
-    acc = tl.zeros((B,), tl.float32)
-    for part in range(lanes * shared):
-        step = tl.full((), part // shared, tl.int64) * count * shared + part % shared * size
-        acc += tl.load(parts + step + base, inside, 0.0)
-    if SCALED:
-        acc *= tl.load(scale).to(tl.float32)
-    tl.store(out + i, acc.to(out.dtype.element_ty), inside)
+@triton.jit(do_not_specialize=["count", "size", "lanes", "shared", "width"])
+def total(
+    parts, scale, dw, sums, db, count, size, lanes, shared, width, SCALED: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """The gradient of a weight, summed over lanes and over the blocks that share a slice, and that of the bias,
+    summed over lanes: always in the same order."""
+    pid = tl.program_id(0)
+    programs = tl.cdiv(count, B)
+    if pid < programs:
+        i = pid * B + tl.arange(0, B)
+        base = (i // size).to(tl.int64) * size * shared + i % size
+        acc = tl.zeros((B,), tl.float32)
+        for part in range(lanes * shared):
+            step = tl.full((), part // shared, tl.int64) * count * shared + part % shared * size
+            acc += tl.load(parts + step + base, i < count, 0.0)
+        if SCALED:
+            acc *= tl.load(scale).to(tl.float32)
+        tl.store(dw + i, acc.to(dw.dtype.element_ty), i < count)
+    else:
+        i = (pid - programs) * B + tl.arange(0, B)
+        acc = tl.zeros((B,), tl.float32)
+        for lane in range(lanes):
+            acc += tl.load(sums + lane * width + i, i < width, 0.0)
+        tl.store(db + i, acc.to(db.dtype.element_ty), i < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def decode(
     x, w1, scale1, table2, w2, scale2, bias, y,
-    tokens, d_in, d_out, K1, J1, K2, J2, SLICE: tl.constexpr, FROM2: tl.constexpr, TO2: tl.constexpr,
+    tokens, d_in, d_out, blocks, parts,
+    K1: tl.constexpr, J1: tl.constexpr, K2: tl.constexpr, J2: tl.constexpr,
+    SLICE: tl.constexpr, FROM2: tl.constexpr, TO2: tl.constexpr,
     T: tl.constexpr, BK1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Both hops for a handful of tokens. A block of the second hop needs only its own rows of the first, so that
     each program makes them for itself and none waits for another. SLICE is 0 where the first weight is shared."""
-    block, part = tl.program_id(0), tl.program_id(1)
-    t = tl.program_id(2) * T + tl.arange(0, T)
+    pid = tl.program_id(0)
+    block, part = pid % blocks, pid // blocks % parts
+    t = pid // (blocks * parts) * T + tl.arange(0, T)
     a = part * BJ2 + tl.arange(0, BJ2)
     d = tl.arange(0, BK1)
     come = _base(table2 + block * 3, FROM2)

@@ -27,6 +27,34 @@ LIVE, RING = 24 << 20, 2
 Scales = Sequence[Tensor]
 
 
+class Launch:
+    """A kernel with all that it is compiled for, launched without looking at its arguments again.
+
+    What a kernel is compiled for includes dtypes and which numbers are multiples of 16, so plans are kept by these. It
+    includes that tensors begin at multiples of 16 bytes, too; where one does not, triton is asked the long way.
+    """
+
+    def __init__(self, kernel: Any, meta: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.meta = meta
+        self.compiled: Any = None
+        self.constants: list[Any] = []
+
+    def __call__(self, programs: int, *args: Any) -> None:
+        if INTERPRETED or any(isinstance(a, Tensor) and a.data_ptr() % 16 for a in args):
+            self.kernel[(programs,)](*args, **self.meta)
+            return
+        if self.compiled is None:
+            self.compile(*args)
+        self.compiled[(programs, 1, 1)](*args, *self.constants)
+
+    def compile(self, *args: Any) -> Any:
+        self.constants = [self.meta[name] for name in self.kernel.arg_names[len(args) :]]
+        self.compiled = self.kernel.warmup(*args, grid=(1,), **self.meta)
+        self.compiled._init_handles()
+        return self.compiled
+
+
 @lru_cache(maxsize=4096)
 def _table(hop: Hop, device: torch.device, flipped: bool = False) -> Tensor:
     order = (1, 0, 2) if flipped else (0, 1, 2)
@@ -93,7 +121,8 @@ def forward(
     if not save and x.shape[0] <= DECODE and decodes(route):
         _decode(route, x, weights, scales, bias, y)
         return y, None
-    if how.fuse and _narrow(route):
+    # What fits on the card at once was worked out for aligned tensors, as nearly all are.
+    if how.fuse and _narrow(route) and not any(t.data_ptr() % 16 for t in (x, *weights)):
         done, z = _forward_pair(route, x, weights, scales, bias, y, how, save)
         if done:
             return y, z
@@ -102,8 +131,60 @@ def forward(
     for i, hop in enumerate(route.hops):
         last = i == len(route.hops) - 1
         scale = scales[i] if scales else None
-        _forward(hop, stations[i], weights[i], scale, bias if last else None, stations[i + 1], i > 0, not last, how)
+        _forward(
+            hop,
+            stations[i],
+            weights[i],
+            scale,
+            bias if last else None,
+            stations[i + 1],
+            i > 0,
+            not last,
+            how,
+        )
     return y, z if save else None
+
+
+def between(route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, how: Forward) -> Tensor:
+    """What `forward` would have saved, made anew for the backward pass."""
+    z = room(route, x)
+    if x.shape[0]:
+        stations = _stations(route, x, z, x)
+        for i, hop in enumerate(route.hops[:-1]):
+            _forward(
+                hop,
+                stations[i],
+                weights[i],
+                scales[i] if scales else None,
+                None,
+                stations[i + 1],
+                i > 0,
+                True,
+                how,
+            )
+    return z
+
+
+@lru_cache(maxsize=4096)
+def _forward_plan(
+    hop: Hop, device: torch.device, dtype: torch.dtype, how: Forward, flipped: bool, fast: tuple[bool, bool],
+    widths: tuple[int, int], scaled: bool, biased: bool, precision: str,
+) -> tuple[Tensor, int, Launch]:  # fmt: skip
+    """What no number of tokens changes about a launch: table, programs of a lane, what the kernel is compiled for."""
+    itemsize = dtype.itemsize
+    take, make = _ends(hop)[::-1] if flipped else _ends(hop)
+    inputs, outputs = (hop.source.size, hop.target.size)[:: -1 if flipped else 1]
+    once = inputs <= NARROW
+    bk = _up(inputs, NARROW if once else 64)
+    bj = _up(outputs, max(16, min(how.out, 65536 // (bk * itemsize))))
+    tile = (bk * TOKENS + (0 if once else bk * bj)) * itemsize
+    meta = {
+        "K": inputs, "J": outputs, "FROM": take, "TO": make, "T": TOKENS, "BK": bk, "BJ": bj, "ONCE": once,
+        "FLIPPED": flipped, "SOURCE_FAST": fast[0], "TARGET_FAST": fast[1], "SCALED": scaled, "BIASED": biased,
+        "P": precision, "num_warps": how.warps,
+        "num_stages": _stages(how.stages, bk * bj * itemsize, tile, bj * TOKENS * itemsize),
+    }  # fmt: skip
+    return _table(hop, device, flipped), hop.blocks * triton.cdiv(outputs, bj), Launch(kernels.forward, meta)
 
 
 def _forward(
@@ -111,22 +192,15 @@ def _forward(
     target: tuple[Tensor, int], source_fast: bool, target_fast: bool, how: Forward, *, flipped: bool = False,
 ) -> None:  # fmt: skip
     """One hop in a launch of its own; flipped, its transpose."""
-    (take, make), size = (_ends(hop)[::-1], -1) if flipped else (_ends(hop), 1)
-    inputs, outputs = (hop.source.size, hop.target.size)[::size]
-    once = inputs <= NARROW
-    bk = _up(inputs, NARROW if once else 64)
-    bytes_ = weight.itemsize
-    bj = _up(outputs, max(16, min(how.out, 65536 // (bk * bytes_))))
-    tile = (bk * TOKENS + (0 if once else bk * bj)) * bytes_
-    programs = hop.blocks * triton.cdiv(outputs, bj)
+    table, programs, launch = _forward_plan(
+        hop, weight.device, weight.dtype, how, flipped, (source_fast, target_fast), (source[1], target[1]),
+        scale is not None, bias is not None, _precision(weight),
+    )  # fmt: skip
     tokens, tiles = _tokens(source, target, source_fast, target_fast)
     lanes = _lanes(programs, how.programs * _card(weight.device)[0], tiles)
-    kernels.forward[(programs * lanes,)](
-        source[0], weight, weight if scale is None else scale, weight if bias is None else bias, target[0],
-        _table(hop, weight.device, flipped), tokens, tiles, lanes, source[1], target[1], hop.blocks, inputs, outputs,
-        FROM=take, TO=make, T=TOKENS, BK=bk, BJ=bj, ONCE=once, FLIPPED=flipped, SOURCE_FAST=source_fast,
-        TARGET_FAST=target_fast, SCALED=scale is not None, BIASED=bias is not None, P=_precision(weight),
-        num_warps=how.warps, num_stages=_stages(how.stages, bk * bj * bytes_, tile, bj * TOKENS * bytes_),
+    launch(
+        programs * lanes, source[0], weight, weight if scale is None else scale, weight if bias is None else bias,
+        target[0], table, tokens, tiles, lanes, source[1], target[1], hop.blocks,
     )  # fmt: skip
 
 
@@ -145,27 +219,49 @@ def _narrow(route: Route) -> bool:
     return len(route.hops) == 2 and max(hop.source.size for hop in route.hops) <= NARROW
 
 
-def _sizes(route: Route) -> tuple[int, ...]:
+def _pair_ends(route: Route) -> dict[str, Any]:
     first, second = route.hops
-    return first.source.size, first.target.size, second.source.size, second.target.size
+    names = ("K1", "J1", "K2", "J2", "FROM1", "TO1", "FROM2", "TO2")
+    sizes = (first.source.size, first.target.size, second.source.size, second.target.size)
+    return dict(zip(names, (*sizes, *_ends(first), *_ends(second)), strict=True))
 
 
-_fitting: dict[Any, int] = {}
-
-
-def _fit(key: Any, device: torch.device, args: Sequence[Any], meta: dict[str, Any]) -> int:
-    """How many programs of `forward_pair` the card holds at once."""
+@lru_cache(maxsize=4096)
+def _pair_plan(
+    route: Route, device: torch.device, dtype: torch.dtype, how: Forward, scaled: bool, biased: bool, ring: bool,
+    precision: str,
+) -> tuple[list[Tensor], int, int, Launch]:  # fmt: skip
+    """As `_forward_plan` for both hops of a pair, and how many programs the card holds at once."""
+    itemsize = dtype.itemsize
+    blocks: list[int] = []
+    stages, programs = how.stages, 0
+    for hop in route.hops:
+        bk = _up(hop.source.size, NARROW)
+        bj = _up(hop.target.size, max(16, min(how.out, 65536 // (bk * itemsize))))
+        blocks += [bk, bj]
+        stages = _stages(stages, bk * bj * itemsize, bk * TOKENS * itemsize, bj * TOKENS * itemsize)
+        programs += hop.blocks * triton.cdiv(hop.target.size, bj)
+    meta: dict[str, Any] = {
+        **_pair_ends(route), **dict(zip(("BK1", "BJ1", "BK2", "BJ2"), blocks, strict=True)),
+        "T": TOKENS, "SCALED": scaled, "BIASED": biased, "RING": ring, "P": precision,
+        "num_warps": how.warps, "num_stages": stages,
+    }  # fmt: skip
+    tables = [_table(hop, device) for hop in route.hops]
     if device.type != "cuda":
-        return 1 << 10
-    if (found := _fitting.get(key)) is None:
-        processors, registers, memory = _card(device)
-        compiled = kernels.forward_pair.warmup(*args, grid=(1,), **meta)
-        compiled._init_handles()
-        threads = 32 * meta["num_warps"]
-        by_registers = registers // (-(-compiled.n_regs // 8) * 8 * threads)
-        by_memory = memory // (compiled.metadata.shared + 1024)  # a program costs 1 KiB of its own
-        found = _fitting[key] = processors * min(by_registers, by_memory, 2048 // threads)
-    return found
+        return tables, programs, programs * 2, Launch(kernels.forward_pair, meta)
+    meta["launch_cooperative_grid"] = True
+    processors, registers, memory = _card(device)
+    some = torch.empty(16, dtype=dtype, device=device)
+    scale = torch.empty(16, dtype=torch.float32, device=device) if scaled else some
+    sizes = (route.d_in, route.rows[0], route.d_out, *(hop.blocks for hop in route.hops))
+    launch = Launch(kernels.forward_pair, meta)
+    compiled = launch.compile(
+        some, some, scale, tables[0], some, some, scale, some, tables[1], some, tables[0], *(2,) * 7, *sizes
+    )
+    threads = 32 * how.warps
+    by_registers = registers // (-(-compiled.n_regs // 8) * 8 * threads)
+    by_memory = memory // (compiled.metadata.shared + 1024)  # a program costs 1 KiB of its own
+    return tables, programs, processors * min(by_registers, by_memory, 2048 // threads), launch
 
 
 def _forward_pair(
@@ -173,38 +269,15 @@ def _forward_pair(
     how: Forward, save: bool,
 ) -> tuple[bool, Tensor | None]:  # fmt: skip
     """Both hops in one launch, or False where the card does not hold all the programs at once."""
-    first, second = route.hops
-    (rows,) = route.rows
-    blocks: list[int] = []
-    stages = how.stages
-    for hop in route.hops:
-        bk = _up(hop.source.size, NARROW)
-        bj = _up(hop.target.size, max(16, min(how.out, 65536 // (bk * x.itemsize))))
-        blocks += [bk, bj]
-        stages = _stages(stages, bk * bj * x.itemsize, bk * TOKENS * x.itemsize, bj * TOKENS * x.itemsize)
-    programs = sum(
-        hop.blocks * triton.cdiv(hop.target.size, bj) for hop, bj in zip(route.hops, blocks[1::2], strict=True)
-    )
     # The interpreter runs one program after the other: producers first, and nobody to make room for them.
     ring = not save and not INTERPRETED
-    meta: dict[str, Any] = {
-        **dict(zip(("FROM1", "TO1", "FROM2", "TO2"), (*_ends(first), *_ends(second)), strict=True)),
-        **dict(zip(("BK1", "BJ1", "BK2", "BJ2"), blocks, strict=True)),
-        "T": TOKENS, "SCALED": bool(scales), "BIASED": bias is not None, "RING": ring, "P": _precision(x),
-        "num_warps": how.warps, "num_stages": stages,
-    }  # fmt: skip
-    if not INTERPRETED:
-        meta["launch_cooperative_grid"] = True
-    scale1, scale2 = scales or (x, x)
-    tables = [_table(hop, x.device) for hop in route.hops]
-    before = (x, weights[0], scale1, tables[0])
-    after = (weights[1], scale2, x if bias is None else bias, tables[1], y)
-    sizes = (route.d_in, rows, route.d_out, first.blocks, second.blocks, *_sizes(route))
-    tiles = triton.cdiv(x.shape[0], TOKENS)
-    key = (route, how, x.dtype, x.device, bool(scales), bias is None, ring, meta["P"])
-    fit = _fit(key, x.device, (*before, x, *after, tables[0], x.shape[0], tiles, 1, 1, 1, 1, 1, *sizes), meta)
+    tables, programs, fit, launch = _pair_plan(
+        route, x.device, x.dtype, how, bool(scales), bias is not None, ring, _precision(x)
+    )
     if fit < programs:
         return False, None
+    (rows,) = route.rows
+    tiles = triton.cdiv(x.shape[0], TOKENS)
     lanes = _lanes(programs, fit, tiles)
     length = triton.cdiv(tiles, lanes)
     group = max(1, min(length, LIVE // (lanes * RING * rows * TOKENS * x.itemsize)))
@@ -212,9 +285,12 @@ def _forward_pair(
     rings = min(RING, groups)
     z = x.new_empty(lanes * rings * group if ring else tiles, rows, TOKENS)
     flags = torch.zeros(lanes * groups * 2, dtype=torch.int32, device=x.device)
-    kernels.forward_pair[(programs * lanes,)](
-        *before, z, *after, flags, x.shape[0], tiles, lanes, group, groups, rings, rings * group, *sizes, **meta
-    )
+    scale1, scale2 = scales or (x, x)
+    launch(
+        programs * lanes, x, weights[0], scale1, tables[0], z, weights[1], scale2, x if bias is None else bias,
+        tables[1], y, flags, x.shape[0], tiles, lanes, group, groups, rings, rings * group,
+        route.d_in, rows, route.d_out, route.hops[0].blocks, route.hops[1].blocks,
+    )  # fmt: skip
     return True, z if save else None
 
 
@@ -265,9 +341,40 @@ def backward_x(route: Route, dy: Tensor, x: Tensor, weights: Sequence[Tensor], s
             scale = scales[i] if scales else None
             inner = i < len(route.hops) - 1
             _forward(
-                route.hops[i], stations[i + 1], weights[i], scale, None, stations[i], inner, i > 0, how, flipped=True
+                route.hops[i],
+                stations[i + 1],
+                weights[i],
+                scale,
+                None,
+                stations[i],
+                inner,
+                i > 0,
+                how,
+                flipped=True,
             )
     return dx
+
+
+@lru_cache(maxsize=4096)
+def _backward_plan(
+    hop: Hop, device: torch.device, dtype: torch.dtype, how: Tuning, fast: tuple[bool, bool],
+    widths: tuple[int, int], scaled: bool, biased: bool, precision: str,
+) -> tuple[Tensor, int, Launch]:  # fmt: skip
+    back, itemsize = how.backward, dtype.itemsize
+    whole = hop.target.size <= NARROW
+    bj = _up(hop.target.size, NARROW) if whole else 64
+    bk = _up(hop.source.size, max(16, min(NARROW, back.numbers // bj)))
+    take, make = _ends(hop)
+    meta = {
+        "K": hop.source.size, "J": hop.target.size, "FROM": take, "TO": make, "T": TOKENS, "BK": bk, "BJ": bj,
+        "SOURCE_FAST": fast[0], "TARGET_FAST": fast[1], "BACK": whole, "SCALED": scaled, "BIASED": biased,
+        "P": precision, "num_warps": back.warps,
+        "num_stages": _stages(
+            back.stages, bk * bj * itemsize, (bk + bj) * TOKENS * itemsize, max(bk, bj) * TOKENS * itemsize
+        ),
+    }  # fmt: skip
+    parts = triton.cdiv(hop.source.size, bk) * (1 if whole else triton.cdiv(hop.target.size, bj))
+    return _table(hop, device), hop.blocks * parts, Launch(kernels.backward, meta)
 
 
 def _backward(
@@ -275,53 +382,48 @@ def _backward(
     out: tuple[Tensor, int], source_fast: bool, target_fast: bool, how: Tuning, *, biased: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of the weight, its scale and the bias; that of the source is written to `out`."""
-    back = how.backward
-    bytes_ = weight.itemsize
-    bj = _up(hop.target.size, 1 << 30)
-    whole = bj <= NARROW
-    if not whole:
+    table, programs, launch = _backward_plan(
+        hop, weight.device, weight.dtype, how, (source_fast, target_fast), (source[1], grad[1]), scale is not None,
+        biased, _precision(weight),
+    )  # fmt: skip
+    if not launch.meta["BACK"]:
         # Too many outputs to have them all at once: the source's gradient by itself, as a hop turned around.
         _forward(hop, grad, weight, scale, None, out, target_fast, source_fast, how.forward, flipped=True)
-        bj = 64
-    bk = _up(hop.source.size, max(16, min(NARROW, back.numbers // bj)))
-    programs = (
-        hop.blocks
-        * triton.cdiv(hop.target.size, bj if not whole else hop.target.size)
-        * triton.cdiv(hop.source.size, bk)
-    )
     tokens, tiles = _tokens(source, grad, source_fast, target_fast)
-    lanes = _lanes(programs, back.programs * _card(weight.device)[0], tiles)
+    lanes = _lanes(programs, how.backward.programs * _card(weight.device)[0], tiles)
     parts = weight.new_empty(lanes, hop.blocks, hop.target.size, hop.source.size, dtype=torch.float32)
     db = weight.new_empty(lanes, grad[1], dtype=torch.float32) if biased else None
-    take, make = _ends(hop)
-    kernels.backward[(programs * lanes,)](
-        grad[0], source[0], weight, weight if scale is None else scale, out[0], parts, parts if db is None else db,
-        _table(hop, weight.device), tokens, tiles, lanes, source[1], grad[1], hop.blocks,
-        hop.source.size, hop.target.size, FROM=take, TO=make, T=TOKENS, BK=bk, BJ=bj,
-        SOURCE_FAST=source_fast, TARGET_FAST=target_fast, BACK=whole,
-        SCALED=scale is not None, BIASED=biased, P=_precision(weight), num_warps=back.warps,
-        num_stages=_stages(
-            back.stages, bk * bj * bytes_, (bk + bj) * TOKENS * bytes_, max(bk, bj) * TOKENS * bytes_
-        ),
+    launch(
+        programs * lanes, grad[0], source[0], weight, weight if scale is None else scale, out[0], parts,
+        parts if db is None else db, table, tokens, tiles, lanes, source[1], grad[1], hop.blocks,
     )  # fmt: skip
-    return (*_total(hop, parts, weight, scale), None if db is None else db.sum(0))
+    return _total(hop, parts, weight, scale, db)
 
 
-def _total(hop: Hop, parts: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The weight's gradient and its scale's, from the sums of each lane and block."""
+@lru_cache(maxsize=8)
+def _total_launch(device: torch.device, dtype: torch.dtype, scaled: bool) -> Launch:
+    return Launch(kernels.total, {"SCALED": scaled, "B": 1024, "num_warps": 4, "num_stages": 1})
+
+
+def _total(
+    hop: Hop, parts: Tensor, weight: Tensor, scale: Tensor | None, sums: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of the weight, its scale and the bias, from the sums of each lane and block."""
     dw = torch.empty_like(weight)
-    count = weight.numel()
-    size = hop.source.size * hop.target.size
-    shared = hop.blocks // hop.slices
-    kernels.total[(triton.cdiv(count, 1024),)](
-        parts, weight if scale is None else scale, dw, count, size, parts.shape[0], shared,
-        SCALED=scale is not None, B=1024, num_warps=4,
+    lanes, shared = parts.shape[0], hop.blocks // hop.slices
+    width = 0 if sums is None else sums.shape[1]
+    db = None if sums is None else weight.new_empty(width)
+    launch = _total_launch(weight.device, weight.dtype, scale is not None)
+    launch(
+        triton.cdiv(weight.numel(), 1024) + triton.cdiv(width, 1024), parts, weight if scale is None else scale, dw,
+        parts if sums is None else sums, dw if db is None else db,
+        weight.numel(), hop.source.size * hop.target.size, lanes, shared, width,
     )  # fmt: skip
     if scale is None:
-        return dw, None
+        return dw, None, db
     # Before its scale, the gradient's product with the weight is what the scale has to know.
     alone = parts.unflatten(1, (hop.slices, shared)).sum((0, 2))
-    return dw, (alone * weight).sum().to(scale.dtype).reshape(scale.shape)
+    return dw, (alone * weight).sum().to(scale.dtype).reshape(scale.shape), db
 
 
 def decodes(route: Route) -> bool:
@@ -338,19 +440,30 @@ def decodes(route: Route) -> bool:
     )
 
 
-def _decode(route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, bias: Tensor | None, y: Tensor) -> None:
+@lru_cache(maxsize=4096)
+def _decode_plan(
+    route: Route, device: torch.device, dtype: torch.dtype, tokens: int, scaled: bool, biased: bool, precision: str
+) -> tuple[Tensor, int, Launch]:
     first, second = route.hops
-    tokens = min(triton.next_power_of_2(x.shape[0]), 16)
     bk1 = _up(first.source.size, NARROW)
     bj2 = _up(second.target.size, 64)
     # So many numbers of x does a program multiply at a time.
     bk2 = _up(second.source.size, max(16, 16384 // (tokens * bk1)))
+    meta = {
+        **{name: value for name, value in _pair_ends(route).items() if name not in ("FROM1", "TO1")},
+        "SLICE": first.leads[0].weight, "T": tokens, "BK1": bk1, "BK2": bk2, "BJ2": bj2,
+        "SCALED": scaled, "BIASED": biased, "P": precision, "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip
+    return _table(second, device), triton.cdiv(second.target.size, bj2), Launch(kernels.decode, meta)
+
+
+def _decode(route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, bias: Tensor | None, y: Tensor) -> None:
+    tokens = min(1 << (x.shape[0] - 1).bit_length(), 16)
+    table, parts, launch = _decode_plan(route, x.device, x.dtype, tokens, bool(scales), bias is not None, _precision(x))
     scale1, scale2 = scales or (x, x)
-    take, make = _ends(second)
-    grid = (second.blocks, triton.cdiv(second.target.size, bj2), triton.cdiv(x.shape[0], tokens))
-    kernels.decode[grid](
-        x, weights[0], scale1, _table(second, x.device), weights[1], scale2, x if bias is None else bias, y,
-        x.shape[0], route.d_in, route.d_out, *_sizes(route), SLICE=first.leads[0].weight,
-        FROM2=take, TO2=make, T=tokens, BK1=bk1, BK2=bk2, BJ2=bj2,
-        SCALED=bool(scales), BIASED=bias is not None, P=_precision(x), num_warps=4, num_stages=2,
+    blocks = route.hops[1].blocks
+    launch(
+        blocks * parts * triton.cdiv(x.shape[0], tokens),
+        x, weights[0], scale1, table, weights[1], scale2, x if bias is None else bias, y,
+        x.shape[0], route.d_in, route.d_out, blocks, parts,
     )  # fmt: skip

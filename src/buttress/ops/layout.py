@@ -11,8 +11,8 @@ from torch import Tensor
 
 from buttress.chain import Axes, Chain
 
-Bare = Callable[[Chain, Tensor, Sequence[Tensor]], Tensor]
-Whole = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor] | None], Tensor]
+Bare = Callable[[Chain, Tensor, Sequence[Tensor], bool], Tensor]
+Whole = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor] | None, bool], Tensor]
 
 
 def framed(run: Bare) -> Whole:
@@ -20,12 +20,17 @@ def framed(run: Bare) -> Whole:
 
     @wraps(run)
     def apply(
-        chain: Chain, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, scales: Sequence[Tensor] | None
+        chain: Chain,
+        x: Tensor,
+        factors: Sequence[Tensor],
+        bias: Tensor | None,
+        scales: Sequence[Tensor] | None,
+        recompute: bool,
     ) -> Tensor:
         if scales is not None:
             factors = [w * s.to(w.dtype) for w, s in zip(factors, scales, strict=True)]
         pad_in, pad_out = chain.padding
-        y = run(chain, F.pad(x, (0, pad_in)) if pad_in else x, factors)
+        y = run(chain, F.pad(x, (0, pad_in)) if pad_in else x, factors, recompute)
         if pad_out:
             y = y[:, : chain.d_out]
         return y if bias is None else y + bias

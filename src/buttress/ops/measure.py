@@ -15,55 +15,55 @@ from buttress.ops import fused, tuning
 from buttress.ops.measured import Row, Times
 from buttress.scaling import init_std
 
-BUDGET = 0.03
-"""Seconds of repetitions for each timing."""
+BUDGET, GLANCE = 0.08, 0.03
+"""Seconds of repetitions for a time that is kept, and for one that only picks a way to launch."""
 FLUSH = 1 << 28
 """Bytes written before each repetition, so that no cache holds what the last one left."""
 
 
-def time_ms(function: Callable[[], object], device: torch.device) -> float:
+def time_ms(function: Callable[[], object], device: torch.device, budget: float = BUDGET) -> float:
     """The median of repeated calls, in milliseconds."""
     if device.type != "cuda":
-        return _time_cpu(function)
+        return _time_cpu(function, budget)
     flush = torch.empty(FLUSH, dtype=torch.int8, device=device)
-    for _ in range(2):
-        function()
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    while len(events) < 5 or (time.perf_counter() - begin < BUDGET and len(events) < 1000):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        events.append((start, end))
-    return float(median(start.elapsed_time(end) for start, end in events))
+
+    def run(count: int) -> list[float]:
+        # Everything is queued before anything is waited for: a card that rests in between runs faster than it will.
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in pairs:
+            flush.zero_()
+            start.record()
+            function()
+            end.record()
+        torch.cuda.synchronize(device)
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    run(2)
+    return median(run(max(5, min(200, int(1e3 * budget / median(run(3)))))))
 
 
-def _time_cpu(function: Callable[[], object]) -> float:
+def _time_cpu(function: Callable[[], object], budget: float) -> float:
     function()
     took: list[float] = []
     begin = time.perf_counter()
-    while len(took) < 3 or time.perf_counter() - begin < BUDGET:
+    while len(took) < 3 or time.perf_counter() - begin < budget:
         start = time.perf_counter()
         function()
         took.append(time.perf_counter() - start)
     return 1e3 * median(took)
 
 
-def graph_ms(function: Callable[[], object], device: torch.device) -> float:
+def graph_ms(function: Callable[[], object], device: torch.device, budget: float = BUDGET) -> float:
     """As `time_ms`, replayed from a CUDA graph: the device's time without the host's."""
     if device.type != "cuda":
-        return time_ms(function, device)
+        return time_ms(function, device, budget)
     for _ in range(2):
         function()
     graph = torch.cuda.CUDAGraph()
     # On the stream where the leaves were made, or autograd would wait for another in the middle of the capture.
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device)):
         function()
-    return time_ms(graph.replay, device)
+    return time_ms(graph.replay, device, budget)
 
 
 def times(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
@@ -126,10 +126,14 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> tuning.Tuning:
 
         with fused.tuned(how):
             try:
-                y = ops.apply(chain, leaf, factors, impl="triton")
-                if not back:
-                    return graph_ms(lambda: ops.apply(chain, leaf, factors, impl="triton"), x.device)
-                return time_ms(lambda: torch.autograd.grad(y, [leaf, *factors], dy, retain_graph=True), x.device)
+
+                def forward() -> Tensor:
+                    return ops.apply(chain, leaf, factors, impl="triton")
+
+                def both() -> object:
+                    return torch.autograd.grad(forward(), [leaf, *factors], dy)
+
+                return graph_ms(both if back else forward, x.device, GLANCE)
             except OutOfResources:
                 return float("inf")
 

@@ -71,9 +71,12 @@ class Row:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
         tuning, signature = data["tuning"], data["signature"]
+        if signature:
+            sizes, scattered = signature
+            signature = tuple((a, b, c) for a, b, c in sizes), bool(scattered)
         return cls(
             **{k: data[k] for k in ("structure", "d_in", "d_out", "tokens", "dtype")},
-            signature=signature and tuple((a, b, c) for a, b, c in signature),
+            signature=signature,
             times={name: Times(**t) for name, t in data["times"].items()},
             tuning=tuning and Tuning(Forward(**tuning["forward"]), Backward(**tuning["backward"])),
         )
@@ -145,14 +148,12 @@ def nearest(rows: Iterable[Row], signature: Signature, dtype: str, tokens: int |
     """The measured layer that is most like this one, if any is like it at all."""
     best, least = None, inf
     for row in rows:
-        if row.signature is None or row.dtype != dtype or len(row.signature) != len(signature):
+        if row.signature is None or row.dtype != dtype:
             continue
-        pairs = [
-            (a, b)
-            for mine, theirs in zip(row.signature, signature, strict=True)
-            for a, b in zip(mine, theirs, strict=True)
-        ]
-        steps = [abs(log2(a / b)) for a, b in pairs]
+        (mine, scattered), (theirs, wanted) = row.signature, signature
+        if len(mine) != len(theirs) or scattered != wanted:
+            continue
+        steps = [abs(log2(a / b)) for a, b in zip(sum(mine, ()), sum(theirs, ()), strict=True)]
         if max(steps) > log2(NEAR):
             continue
         far = sum(steps) + (0.0 if tokens is None else abs(log2(row.tokens / max(tokens, 1))))

@@ -12,10 +12,10 @@ from buttress.ops.layout import framed, read_window
 
 
 @framed
-def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
     """y[token, y] = sum over every other axis of the product of the factors and x[token, x].
 
-    `x` is (tokens, padded d_in) and the result (tokens, padded d_out).
+    `x` is (tokens, padded d_in) and the result (tokens, padded d_out). What is saved is left to torch.
     """
     # Axis 0 stands for the tokens; einsum takes axes as integers, so there is no limit of 26 letters.
     number = {a: i for i, a in enumerate(chain.sizes, start=1)}

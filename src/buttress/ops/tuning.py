@@ -48,7 +48,7 @@ FORWARD = (
     Forward(warps=8, stages=3, out=256, fuse=False),
     Forward(stages=3, fuse=False),
 )
-BACKWARD = (Backward(), Backward(stages=4), Backward(warps=4, programs=4), Backward(warps=4, stages=2, programs=4))
+BACKWARD = (Backward(), Backward(stages=4), Backward(warps=4, programs=4))
 """What is tried when a card is measured: each was the best somewhere on one H200."""
 
 
@@ -56,5 +56,5 @@ def default(signature: Signature, itemsize: int) -> Tuning:
     """A choice for what was never measured: what did well most often on one H200."""
     if itemsize > 2:
         return Tuning(Forward(stages=2, out=64), Backward(stages=2, numbers=4096))
-    small = max(inputs * outputs for _, inputs, outputs in signature) <= 2048
+    small = max(inputs * outputs for _, inputs, outputs in signature[0]) <= 2048
     return Tuning(backward=BACKWARD[2] if small else BACKWARD[0])
