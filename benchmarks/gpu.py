@@ -157,7 +157,7 @@ def record(row: Row, case: Case) -> dict[str, object]:
     structure, d_in, d_out, tokens = case
     chain = structure.chain(d_in, d_out)
     impl: Any = row.best
-    ours, dense = row.times[impl], row.times["dense"]
+    ours, dense = row.times[impl], row.linear
     rival = usual(structure, chain, tokens)
     narrow = narrow_linear(chain, tokens)
     low = floor(chain, tokens)
@@ -212,7 +212,7 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Time over floor against width, ours and the others', one panel a rank."""
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(11, 4), sharey=True, layout="constrained")
     names = (
         ("both_ms", "buttress", "C0", "o-"),
         ("linear_both_ms", "nn.Linear, same width", "C3", "s--"),
@@ -231,7 +231,8 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.set_yticks((1, 2, 5, 10, 20, 50), ("1", "2", "5", "10", "20", "50"))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("time of a training step / floor")
-    panels[0].legend(frameon=False, fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     part = path.with_suffix(".part.png")
     figure.savefig(part, dpi=130)
     part.replace(path)
@@ -262,14 +263,14 @@ def main() -> None:
     rows: list[Row] = []
     lines: list[dict[str, object]] = []
     few: list[dict[str, object]] = []
-    dense: dict[tuple[int, ...], Times] = {}
+    linear: dict[tuple[int, ...], Times] = {}
 
     def measured(case: Case) -> Row:
         structure, *sizes = case
         chain = structure.chain(case[1], case[2])
-        known = dense.get(tuple(sizes))
-        rows.append(measure(chain, str(structure), case[3], torch.bfloat16, where, dense=known))
-        dense[tuple(sizes)] = rows[-1].times["dense"]
+        known = linear.get(tuple(sizes))
+        rows.append(measure(chain, str(structure), case[3], torch.bfloat16, where, linear=known))
+        linear[tuple(sizes)] = rows[-1].linear
         torch.cuda.empty_cache()
         return rows[-1]
 
@@ -286,7 +287,7 @@ def main() -> None:
     save(given.out / "layers.csv", lines)
     for case in handfuls():
         row = measured(case)
-        ours, dense = row.times["triton"].forward, row.times["dense"].forward
+        ours, dense = row.times["triton"].forward, row.linear.forward
         few.append(
             {
                 "structure": row.structure, "width": row.d_in, "tokens": row.tokens, "forward_ms": ours,

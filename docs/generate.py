@@ -1,14 +1,18 @@
-"""Write the generated pages: python docs/generate.py [--check]
+"""Write the generated pages and tables: python docs/generate.py [--check]
 
-docs/structures.md is the table of structures and docs/api.md the public names, both from the code itself.
-With --check nothing is written; the exit status says whether the pages are fresh.
+docs/structures.md is the table of structures and docs/api.md the public names, both from the code itself. Tables
+between `<!-- name -->` and `<!-- end -->` in README.md and docs/speed.md come from the records under results/.
+With --check nothing is written; the exit status says whether everything is fresh.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import inspect
+import re
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -122,15 +126,135 @@ def first_line(thing: object) -> str:
 PAGES = {"structures.md": structures_page, "api.md": api_page}
 
 
+def record(name: str) -> list[dict[str, str]]:
+    with (HERE.parent / "results" / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """Columns are separated by | in `head`."""
+    count = head.count("|") + 1
+    lines = [f"| {head} |", "|" + "---|" * count, *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def ms(value: str) -> str:
+    return f"{float(value):.3f}"
+
+
+def times(value: str) -> str:
+    return f"{float(value):.2f} x"
+
+
+def layers_table() -> str:
+    rows = (
+        (
+            f"{r['structure']}, {r['d_in']} -> {r['d_out']}",
+            r["impl"],
+            *(
+                ms(r[k])
+                for k in ("forward_ms", "both_ms", "floor_both_ms", "linear_both_ms", "linear_same_macs_both_ms")
+            ),
+            *(ms(r[k]) for k in ("usual_both_ms", "bmm_both_ms")),
+            *(times(r[k]) for k in ("over_floor", "faster_than_linear", "faster_than_usual")),
+        )
+        for r in record("h200/layers.csv")
+    )
+    return table(
+        "layer | kernel | forward | step | floor | nn.Linear | nn.Linear, same MACs | usual code | our bmm | over floor"
+        " | against nn.Linear | against usual code",
+        rows,
+    )
+
+
+def decode_table() -> str:
+    found = record("h200/decode.csv")
+    counts = sorted({int(r["tokens"]) for r in found})
+    rows = []
+    for name, width in dict.fromkeys((r["structure"], r["width"]) for r in found):
+        mine = {int(r["tokens"]): r for r in found if (r["structure"], r["width"]) == (name, width)}
+        cells = (f"{1e3 * float(mine[n]['forward_ms']):.1f} ({times(mine[n]['faster_than_linear'])})" for n in counts)
+        rows.append((f"{name}, {width}", *cells))
+    return table("layer | " + " | ".join(f"{n} token{'s' if n > 1 else ''}" for n in counts), rows)
+
+
+def short_table() -> str:
+    shown = (
+        ("btt", "1024"),
+        ("btt(rank=4)", "1024"),
+        ("btt", "4096"),
+        ("btt(rank=4)", "4096"),
+        ("monarch(blocks=16)", "4096"),
+    )
+    found = {(r["structure"], r["d_in"]): r for r in record("h200/layers.csv") if r["d_in"] == r["d_out"]}
+    rows = (
+        (f"{s}, {w}", f"{ms(found[s, w]['both_ms'])} ms", f"{ms(found[s, w]['linear_both_ms'])} ms",
+         times(found[s, w]["faster_than_linear"]), times(found[s, w]["faster_than_usual"]))
+        for s, w in shown
+    )  # fmt: skip
+    return table("layer | time | nn.Linear of that width | faster than nn.Linear | faster than the usual code", rows)
+
+
+GOALS = (
+    ("btt", 4096, 4096, {"over_floor": 2.2, "faster_than_linear": 7, "faster_than_usual": 8}),
+    ("btt", 16384, 16384, {"over_floor": 2.2, "faster_than_usual": 8}),
+    ("btt(rank=2)", 4096, 4096, {"over_floor": 3, "faster_than_linear": 4.5}),
+    ("btt(rank=4)", 4096, 4096, {"over_floor": 3, "faster_than_linear": 2.8, "faster_than_usual": 5}),
+    ("btt", 1024, 1024, {"faster_than_linear": 1 / 0.6, "faster_than_usual": 4.5}),
+    ("btt(rank=2)", 1024, 1024, {"faster_than_linear": 1 / 0.85, "faster_than_usual": 4.5}),
+    ("btt(rank=4)", 1024, 1024, {"faster_than_linear": 1 / 1.3, "faster_than_usual": 4.5}),
+    ("btt(rank=2)", 768, 3072, {"faster_than_linear": 1}),
+    ("btt(rank=2)", 1024, 4096, {"faster_than_linear": 1}),
+    ("btt(rank=4)", 1024, 4096, {"faster_than_linear": 1}),
+    ("btt(rank=2)", 4096, 1024, {"faster_than_linear": 1}),
+    ("btt(rank=4)", 4096, 1024, {"faster_than_linear": 1}),
+    ("monarch(blocks=16)", 4096, 4096, {"over_floor": 2, "faster_than_usual": 1}),
+    ("monarch", 4096, 4096, {"over_floor": 2, "faster_than_usual": 1}),
+)
+
+
+def goals_table() -> str:
+    found = {(r["structure"], int(r["d_in"]), int(r["d_out"])): r for r in record("h200/layers.csv")}
+    rows = []
+    for structure, d_in, d_out, wanted in GOALS:
+        for what, goal in wanted.items():
+            value = float(found[structure, d_in, d_out][what])
+            reached = value <= goal if what == "over_floor" else value >= goal
+            most = "at most" if what == "over_floor" else "at least"
+            rows.append(
+                (f"{structure}, {d_in} -> {d_out}", what.replace("_", " "), f"{most} {goal:.3g}", f"{value:.2f}",
+                 "yes" if reached else "**no**")
+            )  # fmt: skip
+    return table("layer | what | goal | now | reached", rows)
+
+
+TABLES = {
+    "docs/speed.md": {"layers": layers_table, "goals": goals_table, "decode": decode_table},
+    "README.md": {"speed": short_table},
+}
+
+
+def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """A page with its marked tables made anew."""
+    for name, make in tables.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        if not re.search(pattern, text, re.DOTALL):
+            sys.exit(f"no place marked for the table {name!r}")
+        body = make()
+        text = re.sub(pattern, lambda m, body=body: m[1] + body + m[2], text, flags=re.DOTALL)
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are fresh")
     check = parser.parse_args().check
     stale = []
-    for name, make in PAGES.items():
-        page, text = HERE / name, make()
+    pages = {HERE / name: make() for name, make in PAGES.items()}
+    pages |= {(p := HERE.parent / name): filled(p.read_text(), tables) for name, tables in TABLES.items()}
+    for page, text in pages.items():
         if not page.exists() or page.read_text() != text:
-            stale.append(name)
+            stale.append(page.name)
             if not check:
                 page.write_text(text)
     if check and stale:

@@ -68,8 +68,10 @@ def check(
     meaning = ops.apply(
         chain, exact[0], exact[1 : count + 1], exact[count + 1], scales=exact[count + 2 :] or None, impl="reference"
     )
-    # Not all noise: a scale's gradient is one number, the product of dy and y, which would nearly cancel.
-    dy = torch.randn_like(y) + y.detach()
+    dy = torch.randn_like(y)
+    if scaled:
+        # Not all noise: a scale's gradient is one number, the product of dy and y, which would nearly cancel.
+        dy += y.detach()
     grads = torch.autograd.grad(y, leaves, dy)
     with torch.no_grad():
         alone = ops.apply(chain, x, factors, bias, scales=scales or None, impl="triton")

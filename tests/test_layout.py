@@ -7,7 +7,7 @@ import buttress as bt
 DESIGN = {
     "BTT", "BlockDiagonal", "Convolution", "Dense", "Kronecker", "LowRank", "Monarch", "TensorTrain",
     "parse", "structures", "init_std", "lr_multiplier", "StructuredLinear", "replace_", "densify_", "Plan",
-    "param_groups", "explain", "cost", "project",
+    "param_groups", "explain", "cost", "project", "advise",
 }  # fmt: skip
 
 

@@ -43,8 +43,8 @@ from buttress.surgery import Plan, Report, densify_, replace_
 __version__ = "0.1.0"
 
 __all__ = [
-    "BTT",
     "Advice",
+    "BTT",
     "BlockDiagonal",
     "ButtressError",
     "Chain",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import log2
 
 import torch
@@ -125,18 +125,18 @@ def advise(
             f"nothing near {d_in} -> {d_out} in {kind} was measured on {name}: ask on a machine that has the card, "
             "with device='cuda', or for sizes nearer to those of its table"
         )
-    dense = min(r.times["dense"].of(training=training, launched=compiled) for _, r, _ in rows)
+    linear = min(r.linear.of(training=training, launched=compiled) for _, r, _ in rows)
     options = []
     for structure, row, basis in rows:
-        took = {n: t.of(training=training, launched=compiled) for n, t in row.times.items() if n != "dense"}
+        took = {n: t.of(training=training, launched=compiled) for n, t in row.times.items()}
         best = min(took, key=lambda n: took[n])
-        against = row.times["dense"].of(training=training, launched=compiled) / took[best]
+        against = row.linear.of(training=training, launched=compiled) / took[best]
         chain = structure.chain(d_in, d_out)
         share = chain.params / (d_in * d_out)
         options.append(Option(str(structure), best, took[best], against, chain.params, share, chain.max_rank, basis))
     what = f"{'a training step' if training else 'forward'}, {str(kind).removeprefix('torch.')}"
     what += "" if compiled else ", launched by Python"
-    return Advice(d_in, d_out, tokens, name, what, dense, tuple(sorted(options, key=lambda o: o.ms)))
+    return Advice(d_in, d_out, tokens, name, what, linear, tuple(sorted(options, key=lambda o: o.ms)))
 
 
 def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None) -> list[Option]:
@@ -158,11 +158,13 @@ def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None
         if weight.device.type != "cuda":
             raise ButtressError(f"layers are calibrated on a GPU, but this model is on {weight.device}")
         row = measure(layer.chain, label, tokens, dtype or weight.dtype, weight.device)
-        took, dense = row.times[row.best].both, row.times["dense"].both
+        took = row.times[row.best].both
         chain = layer.chain
         share = chain.params / (d_in * d_out)
         where = f"{d_in} -> {d_out}, measured"
-        options.append(Option(label, row.best, took, dense / took, chain.params, share, chain.max_rank, where))
+        options.append(
+            Option(label, row.best, took, row.linear.both / took, chain.params, share, chain.max_rank, where)
+        )
         rows.append(row)
     keep(torch.cuda.get_device_name(weight.device), rows)
     return options
@@ -200,13 +202,13 @@ def _measured(
     known = {row.key: row for row in table(name)}
     rows: list[Row] = []
     fresh: list[Row] = []
-    dense: Times | None = None
+    linear: Times | None = None
     for structure in chosen:
         row = known.get((str(structure), d_in, d_out, tokens, str(dtype)))
         if row is None:
-            row = measure(structure.chain(d_in, d_out), str(structure), tokens, dtype, device, dense=dense)
+            row = measure(structure.chain(d_in, d_out), str(structure), tokens, dtype, device, linear=linear)
             fresh.append(row)
-            dense = row.times["dense"]
+            linear = row.linear
         rows.append(row)
     if fresh and device.type == "cuda":
         keep(name, fresh)
@@ -228,14 +230,14 @@ def _scaled(structure: Structure, d_in: int, d_out: int, tokens: int, dtype: tor
         return row, "measured"
     moved = _moved(structure, d_in, d_out, tokens) / _moved(structure, row.d_in, row.d_out, row.tokens)
     work = tokens * d_in * d_out / (row.tokens * row.d_in * row.d_out)
-    times = {
-        name: Times(
-            *(t * (work if name == "dense" else moved) for t in (v.forward, v.both, v.forward_eager, v.both_eager))
-        )
-        for name, v in row.times.items()
-    }
-    scaled = Row(row.structure, d_in, d_out, tokens, row.dtype, row.signature, times, row.tuning)
+    times = {name: _stretched(t, moved) for name, t in row.times.items()}
+    linear = _stretched(row.linear, work)
+    scaled = Row(row.structure, d_in, d_out, tokens, row.dtype, row.signature, linear, times, row.tuning)
     return scaled, f"scaled from {row.d_in} -> {row.d_out}, {row.tokens:,} tokens"
+
+
+def _stretched(times: Times, by: float) -> Times:
+    return Times(*(by * t for t in astuple(times)))
 
 
 def _moved(structure: Structure, d_in: int, d_out: int, tokens: int) -> int:

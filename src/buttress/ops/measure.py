@@ -89,13 +89,14 @@ def times(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]
 
 
 def measure(
-    chain: Chain, label: str, tokens: int, dtype: torch.dtype, device: torch.device, *, dense: Times | None = None
+    chain: Chain, label: str, tokens: int, dtype: torch.dtype, device: torch.device, *, linear: Times | None = None
 ) -> Row:
     """One row of the table: every implementation that takes the chain, the kernels at their best."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):
         x = torch.randn(tokens, chain.d_in, device=device, dtype=dtype)
-        found: dict[str, Times] = {"dense": dense or measure_dense(chain.d_in, chain.d_out, x)}
+        linear = linear or measure_linear(chain.d_in, chain.d_out, x)
+        found: dict[str, Times] = {}
         factors = [
             torch.randn(f.shape, device=device, dtype=dtype).mul_(init_std(f)).requires_grad_() for f in chain.factors
         ]
@@ -107,10 +108,10 @@ def measure(
             with fused.tuned(best):
                 found["triton"] = times(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
     signature = None if way is None else way.signature
-    return Row(label, chain.d_in, chain.d_out, tokens, str(dtype), signature, found, best)
+    return Row(label, chain.d_in, chain.d_out, tokens, str(dtype), signature, linear, found, best)
 
 
-def measure_dense(d_in: int, d_out: int, x: Tensor) -> Times:
+def measure_linear(d_in: int, d_out: int, x: Tensor) -> Times:
     """nn.Linear of the same sizes."""
     weight = torch.randn(d_out, d_in, device=x.device, dtype=x.dtype).mul_(d_in**-0.5).requires_grad_()
     return times(lambda t: torch.nn.functional.linear(t, weight), x, [weight])

@@ -48,7 +48,7 @@ FORWARD = (
     Forward(warps=8, stages=3, out=256, fuse=False),
     Forward(stages=3, fuse=False),
 )
-BACKWARD = (Backward(), Backward(stages=4), Backward(warps=4, programs=4))
+BACKWARD = (Backward(), Backward(stages=4), Backward(warps=4, programs=4), Backward(warps=4, stages=2, programs=4))
 """What is tried when a card is measured: each was the best somewhere on one H200."""
 
 
