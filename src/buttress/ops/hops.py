@@ -70,7 +70,7 @@ class Hop:
         # Plans of launches are looked up by it on every call.
         return hash((self.source, self.target, self.leads, self.slices))
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks of work: each slice once for everything that shares it."""
         return prod(lead.size for lead in self.leads)

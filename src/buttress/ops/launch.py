@@ -39,9 +39,13 @@ class Launch:
         self.meta = meta
         self.compiled: Any = None
         self.constants: list[Any] = []
+        self.tensors = 0
+        """How many arguments are tensors; they come first."""
 
     def __call__(self, programs: int, *args: Any) -> None:
-        if INTERPRETED or any(isinstance(a, Tensor) and a.data_ptr() % 16 for a in args):
+        if not self.tensors:
+            self.tensors = sum(isinstance(a, Tensor) for a in args)
+        if INTERPRETED or any(a.data_ptr() % 16 for a in args[: self.tensors]):
             self.kernel[(programs,)](*args, **self.meta)
             return
         if self.compiled is None:
@@ -61,6 +65,11 @@ def _table(hop: Hop, device: torch.device, flipped: bool = False) -> Tensor:
     units = (*hop.aligned, 1)
     rows = [[base[i] // units[i] for i in order] for base in hop.bases]
     return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _cdiv(n: int, by: int) -> int:
+    """How many times `by` it takes to cover n; triton's own takes as long as a launch."""
+    return -(-n // by)
 
 
 def _up(n: int, most: int) -> int:
@@ -102,7 +111,7 @@ def _lanes(programs: int, wanted: int, tiles: int) -> int:
 
 def room(route: Route, x: Tensor) -> Tensor:
     """What lies between the hops, one behind the other: (tile, row, token)."""
-    return x.new_empty(triton.cdiv(x.shape[0], TOKENS), sum(route.rows), TOKENS)
+    return x.new_empty(_cdiv(x.shape[0], TOKENS), sum(route.rows), TOKENS)
 
 
 def _stations(route: Route, x: Tensor, z: Tensor, y: Tensor) -> list[tuple[Tensor, int]]:
@@ -184,7 +193,7 @@ def _forward_plan(
         "P": precision, "num_warps": how.warps,
         "num_stages": _stages(how.stages, bk * bj * itemsize, tile, bj * TOKENS * itemsize),
     }  # fmt: skip
-    return _table(hop, device, flipped), hop.blocks * triton.cdiv(outputs, bj), Launch(kernels.forward, meta)
+    return _table(hop, device, flipped), hop.blocks * _cdiv(outputs, bj), Launch(kernels.forward, meta)
 
 
 def _forward(
@@ -210,7 +219,7 @@ def _tokens(
     """Tokens and tiles. Between two stations inside the chain, tokens beyond the last one are there too, as zeros."""
     for (station, _), fast in ((source, source_fast), (target, target_fast)):
         if not fast:
-            return station.shape[0], triton.cdiv(station.shape[0], TOKENS)
+            return station.shape[0], _cdiv(station.shape[0], TOKENS)
     return source[0].shape[0] * TOKENS, source[0].shape[0]
 
 
@@ -240,7 +249,7 @@ def _pair_plan(
         bj = _up(hop.target.size, max(16, min(how.out, 65536 // (bk * itemsize))))
         blocks += [bk, bj]
         stages = _stages(stages, bk * bj * itemsize, bk * TOKENS * itemsize, bj * TOKENS * itemsize)
-        programs += hop.blocks * triton.cdiv(hop.target.size, bj)
+        programs += hop.blocks * _cdiv(hop.target.size, bj)
     meta: dict[str, Any] = {
         **_pair_ends(route), **dict(zip(("BK1", "BJ1", "BK2", "BJ2"), blocks, strict=True)),
         "T": TOKENS, "SCALED": scaled, "BIASED": biased, "RING": ring, "P": precision,
@@ -277,11 +286,11 @@ def _forward_pair(
     if fit < programs:
         return False, None
     (rows,) = route.rows
-    tiles = triton.cdiv(x.shape[0], TOKENS)
+    tiles = _cdiv(x.shape[0], TOKENS)
     lanes = _lanes(programs, fit, tiles)
-    length = triton.cdiv(tiles, lanes)
+    length = _cdiv(tiles, lanes)
     group = max(1, min(length, LIVE // (lanes * RING * rows * TOKENS * x.itemsize)))
-    groups = triton.cdiv(length, group)
+    groups = _cdiv(length, group)
     rings = min(RING, groups)
     z = x.new_empty(lanes * rings * group if ring else tiles, rows, TOKENS)
     flags = torch.zeros(lanes * groups * 2, dtype=torch.int32, device=x.device)
@@ -373,7 +382,7 @@ def _backward_plan(
             back.stages, bk * bj * itemsize, (bk + bj) * TOKENS * itemsize, max(bk, bj) * TOKENS * itemsize
         ),
     }  # fmt: skip
-    parts = triton.cdiv(hop.source.size, bk) * (1 if whole else triton.cdiv(hop.target.size, bj))
+    parts = _cdiv(hop.source.size, bk) * (1 if whole else _cdiv(hop.target.size, bj))
     return _table(hop, device), hop.blocks * parts, Launch(kernels.backward, meta)
 
 
@@ -415,7 +424,7 @@ def _total(
     db = None if sums is None else weight.new_empty(width)
     launch = _total_launch(weight.device, weight.dtype, scale is not None)
     launch(
-        triton.cdiv(weight.numel(), 1024) + triton.cdiv(width, 1024), parts, weight if scale is None else scale, dw,
+        _cdiv(weight.numel(), 1024) + _cdiv(width, 1024), parts, weight if scale is None else scale, dw,
         parts if sums is None else sums, dw if db is None else db,
         weight.numel(), hop.source.size * hop.target.size, lanes, shared, width,
     )  # fmt: skip
@@ -454,7 +463,7 @@ def _decode_plan(
         "SLICE": first.leads[0].weight, "T": tokens, "BK1": bk1, "BK2": bk2, "BJ2": bj2,
         "SCALED": scaled, "BIASED": biased, "P": precision, "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
-    return _table(second, device), triton.cdiv(second.target.size, bj2), Launch(kernels.decode, meta)
+    return _table(second, device), _cdiv(second.target.size, bj2), Launch(kernels.decode, meta)
 
 
 def _decode(route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, bias: Tensor | None, y: Tensor) -> None:
@@ -463,7 +472,7 @@ def _decode(route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, 
     scale1, scale2 = scales or (x, x)
     blocks = route.hops[1].blocks
     launch(
-        blocks * parts * triton.cdiv(x.shape[0], tokens),
+        blocks * parts * _cdiv(x.shape[0], tokens),
         x, weights[0], scale1, table, weights[1], scale2, x if bias is None else bias, y,
         x.shape[0], route.d_in, route.d_out, blocks, parts,
     )  # fmt: skip
