@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from buttress.errors import ShapeError
 
 
 class Block(nn.Module):
@@ -21,14 +25,31 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """Input layer, GELU, `depth` residual blocks, and a head that starts at zero; no norm before the head."""
+    """Input layer, GELU, `depth` residual blocks, and a head that starts at zero; no norm before the head.
 
-    def __init__(self, d_in: int, width: int, classes: int, *, depth: int = 3, bias: bool = True) -> None:
+    `shuffle` puts the inputs in the paper's fixed random order, the same for every MLP of that size.
+    """
+
+    order: Tensor | None
+
+    def __init__(
+        self, d_in: int, width: int, classes: int, *, depth: int = 3, bias: bool = True, shuffle: bool = False
+    ) -> None:
         super().__init__()
+        order = torch.from_numpy(np.random.default_rng(42).permutation(d_in)) if shuffle else None
+        self.register_buffer("order", order, persistent=False)
         self.input = nn.Linear(d_in, width, bias=bias)
         self.blocks = nn.Sequential(*(Block(width, bias=bias) for _ in range(depth)))
         self.head = nn.Linear(width, classes, bias=bias)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(F.gelu(self.input(x.flatten(1)))))
+        x = x.flatten(1)
+        if self.order is not None:
+            # Indexing would take no notice of inputs beyond the last.
+            if x.shape[1] != len(self.order):
+                raise ShapeError(
+                    f"this MLP takes {len(self.order)} numbers an image, got {x.shape[1]}: build it for them"
+                )
+            x = x[:, self.order]
+        return self.head(self.blocks(F.gelu(self.input(x))))

@@ -1,0 +1,71 @@
+"""From a run to its model and its optimizer's groups."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from buttress import param_groups, parse, replace_
+from buttress.lab.config import ConfigError, Run
+from buttress.lab.data import Task
+from buttress.lab.models import MLP, ViT
+
+Build = Callable[[Run, int, tuple[int, ...], int], nn.Module]
+
+
+def _mlp(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Module:
+    # Images are shuffled, as in the paper: the MLP is to learn without being told what is near what.
+    return MLP(prod(shape), width, classes, depth=run.depth, bias=run.bias, shuffle=len(shape) > 1)
+
+
+def _vit(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Module:
+    if len(shape) != 3:
+        raise ConfigError(f"a ViT takes images, but these inputs have the shape {shape}: use model=mlp")
+    channels, image, _ = shape
+    patch = {32: 8, 8: 2, 224: 32}.get(image, max(1, image // 4))
+    return ViT(image, patch, width, classes, depth=run.depth, channels=channels)
+
+
+MODELS: dict[str, Build] = {"mlp": _mlp, "vit": _vit}
+"""How to build a model of some width. The input layer of each is called `input`, the last one `head`."""
+
+
+def model_of(run: Run, task: Task, device: torch.device | str = "cpu") -> nn.Module:
+    """The run's model on a device, initialised from the run's seed."""
+    torch.manual_seed(run.seed)
+    model = _plain(run, run.width, task)
+    if run.structure:
+        structure = parse(run.structure)
+        hidden = {"input": None, "head": None, "*": structure}
+        replace_(model, structure if run.layers == "all" else hidden, normalize=run.normalize)
+    return model.to(device)
+
+
+def _plain(run: Run, width: int, task: Task) -> nn.Module:
+    if run.model not in MODELS:
+        near = difflib.get_close_matches(run.model, MODELS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(MODELS)}"
+        raise ConfigError(f"no model is called {run.model!r}{hint}")
+    model = MODELS[run.model](run, width, task.shape, task.classes)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            if module.weight.any():  # a zero start stays one
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model
+
+
+def groups_of(run: Run, model: nn.Module, task: Task) -> list[dict[str, Any]]:
+    """Parameter groups with the run's learning rates, transferred from its base width."""
+    base = _plain(run, run.base_width, task)
+    scale = {"input.*": run.input_scale} if run.input_scale != 1 else None
+    rule = "sgd" if run.optimizer == "sgd" else "adam"
+    return param_groups(
+        model, run.lr, base=base, weight_decay=run.weight_decay, rule=rule, scale=scale, structure_aware=run.aware
+    )

@@ -1,0 +1,313 @@
+"""The command line: it names a recipe and sets fields of a run; it has no option for each of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+import buttress as bt
+from buttress.lab.config import Run, with_fields
+from buttress.lab.data import load
+from buttress.lab.logs import Lines, Log, Several, TensorBoard, WeightsAndBiases
+from buttress.lab.recipes import find, recipes
+from buttress.lab.records import Record, Store
+from buttress.lab.sweep import News
+from buttress.lab.sweep import sweep as run_sweep
+from buttress.lab.train import Progress
+from buttress.lab.train import train as run_train
+
+app = typer.Typer(
+    name="buttress",
+    help="Structured matrices in place of dense layers: look at them, train with them, compare them.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script instead of a table.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of the data; $BUTTRESS_DATA otherwise.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU where there is one.")]
+Runs = Annotated[Path, typer.Option("--runs", help="Folder where runs are kept.")]
+Compiled = Annotated[bool, typer.Option("--compile", help="torch.compile the model.")]
+Settings = Annotated[list[str] | None, typer.Argument(help="Fields of the run, such as width=128.")]
+
+
+def _print(data: Any) -> None:
+    print(json.dumps(data))
+
+
+@app.command()
+def structures(width: int = 1024, as_json: Json = False) -> None:
+    """Every structure, its cost at a width and its learning-rate multipliers.
+
+    Example: `buttress structures --width 4096`
+    """
+    rows = []
+    for cls in bt.structures().values():
+        for s in cls.ladder() or (cls(),):
+            chain = s.chain(width, width)
+            rows.append(
+                {
+                    "structure": str(s),
+                    "parameters": chain.params,
+                    "macs": chain.macs,
+                    "rank": chain.max_rank,
+                    "multipliers": [bt.lr_multiplier(f, chain) for f in chain.factors],
+                }
+            )
+    if as_json:
+        return _print(rows)
+    table = Table(title=f"a {width} x {width} layer")
+    for name in ("structure", "parameters", "MACs", "largest rank", "Adam multipliers"):
+        table.add_column(name, justify="left" if name == "structure" else "right")
+    for r in rows:
+        multipliers: list[float] = r["multipliers"]  # type: ignore[assignment]
+        shown = ", ".join(f"{m:g}" for m in multipliers)
+        table.add_row(str(r["structure"]), f"{r['parameters']:,}", f"{r['macs']:,}", f"{r['rank']:,}", shown)
+    Console().print(table)
+
+
+@app.command()
+def inspect(
+    structure: Annotated[str, typer.Argument(help="Such as btt or btt(rank=4).")],
+    d_in: int = 1024,
+    d_out: int = 1024,
+    as_json: Json = False,
+) -> None:
+    """What a structure is at a size: its equation, its factors, their scales and rates.
+
+    Example: `buttress inspect "btt(rank=2)" --d-in 768 --d-out 3072`
+    """
+    chain = bt.parse(structure).chain(d_in, d_out)
+    factors = [
+        {
+            "factor": f.name,
+            "blocks": f.blocks,
+            "d_out": f.d_out,
+            "d_in": f.d_in,
+            "shared": f.shared,
+            "parameters": f.params,
+            "macs": f.macs,
+            "init_std": bt.init_std(f),
+            "adam_multiplier": bt.lr_multiplier(f, chain),
+        }
+        for f in chain.factors
+    ]
+    if as_json:
+        return _print({"parameters": chain.params, "macs": chain.macs, "padding": chain.padding, "factors": factors})
+    out = Console()
+    out.print(chain.equation(), highlight=False, markup=False)
+    table = Table()
+    for name in factors[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for f in factors:
+        table.add_row(
+            *(f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else str(v) for v in f.values())
+        )
+    out.print(table)
+    out.print(f"{chain.params:,} parameters, {chain.macs:,} MACs, against {d_in * d_out:,} of a dense layer")
+
+
+@app.command("recipes")
+def list_recipes(as_json: Json = False) -> None:
+    """The recipes that `sweep` knows."""
+    if as_json:
+        return _print([{"recipe": r.name, "runs": len(r.runs()), "text": r.text} for r in recipes().values()])
+    table = Table("recipe", "runs", "what it shows")
+    for r in recipes().values():
+        table.add_row(r.name, str(len(r.runs())), r.summary)
+    Console().print(table)
+
+
+@app.command()
+def train(
+    settings: Settings = None,
+    runs: Runs = Path("runs"),
+    data: Data = None,
+    device: Device = None,
+    compiled: Compiled = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard logs beside the run.")] = False,
+    wandb: Annotated[str | None, typer.Option(help="Project of Weights & Biases to log to.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train one run, or go on with it where it was.
+
+    Example: `buttress train task=digits structure="btt(rank=2)" width=64 steps=500`
+    """
+    run = with_fields(Run(), settings or [])
+    store = Store(runs)
+    logs: list[Log] = [Lines(store.place(run) / "log.jsonl")]
+    if tensorboard:
+        logs.append(TensorBoard(store.place(run) / "tensorboard"))
+    if wandb:
+        logs.append(WeightsAndBiases(wandb, run.key, json.loads(run.to_json())))
+    with _bars() as bars:
+        bar = bars.add_task(_name(run), total=run.steps, note="")
+
+        def watch(progress: Progress) -> None:
+            _show(bars, bar, progress)
+
+        record = run_train(
+            run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=Several(*logs)
+        )
+    _results([record], as_json)
+    console.print(f"kept in {store.place(run)}", highlight=False)
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name; `buttress recipes` lists them.")],
+    settings: Settings = None,
+    runs: Runs = Path("runs"),
+    data: Data = None,
+    device: Device = None,
+    workers: Annotated[int, typer.Option(help="Runs at a time: several small ones share a GPU well.")] = 1,
+    compiled: Compiled = False,
+    as_json: Json = False,
+) -> None:
+    """Train all runs of a recipe that have no record yet. The same command again goes on where it was.
+
+    Example: `buttress sweep digits --workers 2`, `buttress sweep mlp-scaling seed=1 --data ~/cifar`
+    """
+    wanted = [with_fields(run, settings or []) for run in find(recipe).runs()]
+    with _bars() as bars:
+        whole = bars.add_task(f"[bold]{recipe}", total=len(wanted), note="")
+        under_way: dict[str, TaskID] = {}
+
+        def listen(news: News) -> None:
+            key = news.run.key
+            if news.record is not None:
+                if key in under_way:
+                    bars.remove_task(under_way.pop(key))
+                if news.record.status == "failed":
+                    bars.console.print(f"[red]failed[/]: {_name(news.run)}: {news.record.error}", highlight=False)
+                bars.advance(whole)
+            elif news.progress is None:
+                under_way[key] = bars.add_task(_name(news.run), total=news.run.steps, note="")
+            else:
+                _show(bars, under_way[key], news.progress)
+
+        records = run_sweep(
+            wanted, Store(runs), workers=workers, device=device, data=data, compiled=compiled, listen=listen
+        )
+    _results(records, as_json)
+    failed = sum(record.status == "failed" for record in records)
+    if failed:
+        console.print(f"{failed} of {len(wanted)} runs failed; the same command tries them again")
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    d_in: int,
+    d_out: int,
+    tokens: int = 16384,
+    device: Annotated[
+        str | None, typer.Option(help='cuda, cpu, or the name of a measured card: "NVIDIA H200".')
+    ] = None,
+    forward: Annotated[bool, typer.Option("--forward", help="The forward pass alone.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How fast each structure is for one layer, and whether to stay dense.
+
+    Example: `buttress bench 4096 4096 --device "NVIDIA H200"`
+    """
+    advice = bt.advise(d_in, d_out, tokens, device=device, training=not forward)
+    if as_json:
+        return _print(
+            {"linear_ms": advice.dense_ms, "verdict": advice.verdict(), "options": [vars(o) for o in advice.options]}
+        )
+    print(advice)
+
+
+@app.command()
+def check(
+    structure: Annotated[str, typer.Argument(help="Such as btt.")] = "",
+    widths: Annotated[str, typer.Option(help="Widths to compare.")] = "32,64,128,256",
+    naive: Annotated[bool, typer.Option("--naive", help="Give every factor the dense layer's rate.")] = False,
+    steps: int = 10,
+    figure: Annotated[Path | None, typer.Option(help="Draw it, too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The coordinate check: whether updates keep their size as the model gets wider (slopes near 0).
+
+    Example: `buttress check btt`, `buttress check btt --naive`
+    """
+    from buttress.lab.build import model_of
+    from buttress.lab.diagnostics import coordinate_check
+
+    task = load("digits")
+    run = Run(structure=structure, depth=2, base_width=64)
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(0, task.epoch or 1, (steps + 1, 128), generator=generator)
+    batches = [task.draw(i, generator) for i in index]
+    found = coordinate_check(
+        lambda width: model_of(with_fields(run, [f"width={width}"]), task),
+        [int(w) for w in widths.split(",")],
+        lambda step: batches[step],
+        lr=1e-2,
+        steps=steps,
+        structure_aware=not naive,
+    )
+    slopes = {name or "model": found.slope(name) for name in found.names()}
+    if figure:
+        found.plot(figure, title=structure or "dense")
+    if as_json:
+        return _print(slopes)
+    table = Table("what", "slope of its change against width")
+    for name, slope in slopes.items():
+        table.add_row(name, f"{slope:+.2f}")
+    Console().print(table)
+
+
+def _bars() -> Bars:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    return Bars(*columns, TimeElapsedColumn(), console=console, transient=True)
+
+
+def _show(bars: Bars, bar: TaskID, p: Progress) -> None:
+    note = f"loss {p.loss:.3f}  error {p.error:.1f} %  {p.examples_per_second:,.0f}/s  {p.seconds_left:.0f} s left"
+    bars.update(bar, completed=p.step, note=note)
+
+
+def _name(run: Run) -> str:
+    return f"{run.task} {run.model} {run.structure or 'dense'} {run.width}"
+
+
+def _results(records: Iterable[Record], as_json: bool) -> None:
+    rows = list(records)
+    if as_json:
+        return _print([json.loads(r.to_json()) for r in rows])
+    table = Table("run", "MACs", "parameters", "train error", "test error", "seconds", "key")
+    for r in sorted(rows, key=lambda r: (r.run.structure, r.macs)):
+        numbers = ("", "", "")
+        if r.status == "done":
+            train_error, test_error, seconds = (r.results[k] for k in ("train_error", "test_error", "seconds"))
+            numbers = (f"{train_error:.2f} %", f"{test_error:.2f} %", f"{seconds:.1f}")
+        table.add_row(_name(r.run), f"{r.macs:,}", f"{r.params:,}", *numbers, r.run.key)
+    Console().print(table)
+
+
+def main() -> None:
+    """Exit codes: 0 all went well, 1 something failed, 2 the question was wrong."""
+    try:
+        app()
+    except bt.ButtressError as error:
+        console.print(f"[red]error[/]: {error}", highlight=False)
+        sys.exit(1 if isinstance(error, ArithmeticError) else 2)
+
+
+if __name__ == "__main__":
+    main()

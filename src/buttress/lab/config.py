@@ -1,0 +1,141 @@
+"""A run is data: one frozen dataclass, its text, and its key. No torch here."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from buttress import ButtressError, parse
+
+
+class ConfigError(ButtressError, ValueError):
+    """A run that cannot be made, or a field that does not exist."""
+
+
+Layers = Literal["all", "hidden"]
+Schedule = Literal["cosine", "constant"]
+Precision = Literal["float32", "tf32", "bfloat16"]
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "layers": ("all", "hidden"),
+    "schedule": ("cosine", "constant"),
+    "precision": ("float32", "tf32", "bfloat16"),
+    "optimizer": ("adam", "adamw", "sgd"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that decides a result. Two runs with equal fields are the same run."""
+
+    task: str = "digits"
+    model: str = "mlp"
+    width: int = 64
+    depth: int = 3
+    bias: bool = True
+    structure: str = ""
+    """As `parse` reads it; empty leaves the model dense."""
+    layers: Layers = "all"
+    """Which linear layers are structured: all but the head, or the input layer neither."""
+    aware: bool = True
+    """Structure-aware learning rates; off, every factor gets the dense layer's."""
+    normalize: bool = False
+    optimizer: str = "adam"
+    lr: float = 3e-3
+    """At `base_width`."""
+    base_width: int = 64
+    input_scale: float = 1.0
+    """Further factor of the input layer's rate."""
+    weight_decay: float = 0.0
+    schedule: Schedule = "cosine"
+    batch: int = 256
+    steps: int = 1000
+    smoothing: float = 0.0
+    """Label smoothing."""
+    mixup: float = 0.0
+    """Both parameters of the Beta distribution that mixes neighbours in a batch; 0 mixes nothing."""
+    precision: Precision = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            kind = {"bool": bool, "int": int, "float": float}.get(str(f.type), str)
+            if kind is float and type(value) is int:
+                object.__setattr__(self, f.name, float(value))
+            elif type(value) is not kind:
+                raise ConfigError(f"{f.name} must be {_article(kind)}, got {value!r}")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name in ("width", "depth", "batch", "steps", "base_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.lr > 0:
+            raise ConfigError(f"lr must be above 0, got {self.lr}")
+        if self.structure:
+            # One text for one structure, whatever way it was written.
+            object.__setattr__(self, "structure", str(parse(self.structure)))
+
+    @property
+    def key(self) -> str:
+        """Sixteen hexadecimal digits of the fields' hash: where the run's results are kept."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Run:
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Run:
+        """From field names and values; names that do not exist are an error."""
+        for name in data:
+            _known(name)
+        return cls(**data)
+
+    def __str__(self) -> str:
+        """What differs from the defaults."""
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Run({', '.join(shown)})"
+
+
+def _article(kind: type) -> str:
+    return {bool: "True or False", int: "an integer", float: "a number", str: "a text"}[kind]
+
+
+def _known(name: str) -> None:
+    names = [f.name for f in fields(Run)]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(names)}"
+        raise ConfigError(f"a run has no field {name!r}{hint}")
+
+
+def with_fields(run: Run, settings: Iterable[str]) -> Run:
+    """A run with fields set by texts such as "width=128" and "structure=btt(rank=2)"."""
+    changes: dict[str, Any] = {}
+    kinds = {f.name: str(f.type) for f in fields(Run)}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"a setting reads name=value, got {text!r}")
+        _known(name)
+        changes[name] = _value(name, value, kinds[name])
+    return replace(run, **changes)
+
+
+def _value(name: str, text: str, kind: str) -> Any:
+    if kind not in ("bool", "int", "float"):
+        return text
+    try:
+        return ast.literal_eval(text.capitalize() if kind == "bool" else text)
+    except (ValueError, SyntaxError):
+        raise ConfigError(f"{name} takes {'True or False' if kind == 'bool' else 'a number'}, got {text!r}") from None

@@ -1,0 +1,85 @@
+"""What a task is, and the registry of tasks."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from buttress import ButtressError
+
+_REGISTRY: dict[str, type[Task]] = {}
+
+
+class DataError(ButtressError, FileNotFoundError):
+    """Data that is not where it was looked for, or is not what it should be."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets. With mixup, `other` are the targets of what was mixed in, `share` the first ones' part."""
+
+    x: Tensor
+    y: Tensor
+    other: Tensor
+    share: Tensor
+
+
+class Task(ABC):
+    """Data on a device, drawn and augmented there. `shape` is one input's, `classes` how many there are to tell apart.
+
+    Whatever is random comes from generators given by the caller, so that a run can be repeated and resumed.
+    """
+
+    name: ClassVar[str]
+    shape: tuple[int, ...]
+    classes: int
+    epoch: int | None
+    """Examples in one pass; None where data never runs out."""
+
+    @abstractmethod
+    def __init__(self, device: torch.device, folder: Path | None) -> None: ...
+
+    @abstractmethod
+    def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Augmented inputs and targets of the training examples at `index`."""
+
+    @abstractmethod
+    def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The test set as it is."""
+
+
+T = TypeVar("T", bound=Task)
+
+
+def task(name: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator: enter a task into the registry."""
+
+    def enter(cls: type[T]) -> type[T]:
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return enter
+
+
+def tasks() -> dict[str, type[Task]]:
+    """Every known task by name."""
+    return dict(_REGISTRY)
+
+
+def load(name: str, device: torch.device | str = "cpu", folder: Path | str | None = None) -> Task:
+    """A task's data, on a device. Looks for files in `folder`, or in $BUTTRESS_DATA."""
+    if name not in _REGISTRY:
+        near = difflib.get_close_matches(name, _REGISTRY, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(sorted(_REGISTRY))}"
+        raise DataError(f"no task is called {name!r}{hint}")
+    place = folder or os.environ.get("BUTTRESS_DATA")
+    return _REGISTRY[name](torch.device(device), Path(place) if place else None)

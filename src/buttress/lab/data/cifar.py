@@ -1,0 +1,149 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009), whole on the device as bytes and augmented there."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from buttress import MissingExtraError
+from buttress.lab.data.augment import random_resized_crop
+from buttress.lab.data.base import DataError, Task, task
+
+Bytes = npt.NDArray[np.uint8]
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # CIFAR-10's, used for both, as in the paper's code
+PACKED = {
+    "train": "47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
+    "test": "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
+}
+"""SHA-256 of CIFAR-10's pixels, (count, 32, 32, 3), in the official order."""
+
+
+class _Cifar(Task):
+    shape = (3, 32, 32)
+    epoch = 50000
+    archive: ClassVar[str]
+    md5: ClassVar[str]
+
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
+        train, train_y, test, test_y = self.read(folder)
+        self.x, self.test_x = (torch.from_numpy(a).permute(0, 3, 1, 2).contiguous().to(device) for a in (train, test))
+        self.y, self.test_y = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (train_y, test_y))
+        self.epoch = len(self.y)
+        self.mean, self.std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
+
+    def read(self, folder: Path | None) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+        """Training images and labels, test images and labels."""
+        if folder is not None:
+            for place in (folder, folder / self.name):
+                if (place / self.archive).is_file():
+                    return _official(place / self.archive, self.md5)
+                if (place / "test.webp").is_file():
+                    return _packed(place)
+        where = f"not in {folder}" if folder else "and no folder was given"
+        raise DataError(
+            f"{self.name} needs {self.archive}, {where}: download it from "
+            f"https://www.cs.toronto.edu/~kriz/{self.archive} and give its folder as --data or in BUTTRESS_DATA"
+        )
+
+    def normal(self, images: Tensor) -> Tensor:
+        return (images - self.mean) / self.std
+
+    def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self.normal(random_resized_crop(self.x[index].float(), generator)), self.y[index]
+
+    def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in zip(self.test_x.split(batch), self.test_y.split(batch), strict=True):
+            yield self.normal(x.float()), y
+
+
+@task("cifar10")
+class Cifar10(_Cifar):
+    classes = 10
+    archive = "cifar-10-python.tar.gz"
+    md5 = "c58f30108f718f92721af3b95e74349a"
+
+
+@task("cifar100")
+class Cifar100(_Cifar):
+    classes = 100
+    archive = "cifar-100-python.tar.gz"
+    md5 = "eb9058c3a382ffc7106e4002c42a8d85"
+
+
+class _Plain(pickle.Unpickler):
+    """Reads the official archives, which are pickles, and nothing that could run code."""
+
+    ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
+        ("numpy.core.multiarray", "_reconstruct"): np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+        ("numpy._core.multiarray", "_reconstruct"): np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self.ALLOWED[module, name]
+        except KeyError:
+            raise DataError(f"the archive asks for {module}.{name}, which no CIFAR archive does") from None
+
+
+def _official(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    content = path.read_bytes()
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != md5:
+        raise DataError(f"{path} is damaged or not the official archive: its MD5 is {found}, not {md5}")
+    parts: dict[str, list[tuple[Bytes, Bytes]]] = {"train": [], "test": []}
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        members = sorted(archive.getnames())
+        for name in members:
+            kind = name.rpartition("/")[2]
+            if not kind.startswith(("data_batch", "test_batch")) and kind not in parts:
+                continue
+            file = archive.extractfile(name)
+            assert file is not None
+            batch = _Plain(file, encoding="bytes").load()
+            labels = batch.get(b"labels", batch.get(b"fine_labels"))
+            images = batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            parts["test" if kind.startswith("test") else "train"].append((images, np.array(labels, np.uint8)))
+    (train, train_y), (test, test_y) = (tuple(map(np.concatenate, zip(*parts[k], strict=True))) for k in parts)
+    return train, train_y, test, test_y
+
+
+def _packed(place: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """Mosaics of 100 x 100 images, losslessly compressed; fewer than five for training are taken as they are."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtraError("packed CIFAR needs pillow: pip install 'buttress[lab]'") from None
+    # A mosaic is larger than what pillow takes for an attack.
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        shards = sorted(place.glob("train_*.webp"))
+        train = [_tiles(np.asarray(Image.open(path).convert("RGB"))) for path in shards]
+        test = _tiles(np.asarray(Image.open(place / "test.webp").convert("RGB")))
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+    with np.load(place / "labels.npz", allow_pickle=False) as labels:
+        train_y, test_y = labels["train"], labels["test"]
+    numbers = [int(path.stem.partition("_")[2]) for path in shards]
+    train_y = np.concatenate([train_y[10000 * n : 10000 * (n + 1)] for n in numbers])
+    whole = {"test": test} | ({"train": np.concatenate(train)} if numbers == list(range(5)) else {})
+    for name, pixels in whole.items():
+        found = hashlib.sha256(pixels.tobytes()).hexdigest()
+        if found != PACKED[name]:
+            raise DataError(f"the {name} images in {place} are damaged: their SHA-256 is {found}, not {PACKED[name]}")
+    return np.concatenate(train), train_y, test, test_y
+
+
+def _tiles(mosaic: Bytes) -> Bytes:
+    return mosaic.reshape(100, 32, 100, 32, 3).transpose(0, 2, 1, 3, 4).reshape(10000, 32, 32, 3)

@@ -1,0 +1,95 @@
+"""The vision transformer of the paper's CIFAR and ImageNet experiments (appendix "Model architectures")."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from buttress.errors import ShapeError
+from buttress.lab.models.mlp import Block
+
+ZERO_START = ("to_q", "to_out", "down", "head")
+"""Last parts of the names of the layers that start at zero."""
+
+
+class Attention(nn.Module):
+    """x + attention(LayerNorm(x)), with queries and keys normalised head by head."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        # muP: 1 / dim_head in place of 1 / sqrt(dim_head), and equal to it at the usual 64.
+        self.scale = 8 * heads / width
+        self.norm = nn.LayerNorm(width)
+        self.to_q = nn.Linear(width, width, bias=False)
+        self.to_k = nn.Linear(width, width, bias=False)
+        self.to_v = nn.Linear(width, width, bias=False)
+        self.norm_q = nn.LayerNorm(width // heads)
+        self.norm_k = nn.LayerNorm(width // heads)
+        self.to_out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (to(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
+        y = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v, scale=self.scale)
+        return x + self.to_out(y.transpose(1, 2).flatten(2))
+
+
+class ViT(nn.Module):
+    """Square patches, a class token, `depth` pairs of attention and FFN, and a head that starts at zero."""
+
+    def __init__(
+        self,
+        image: int,
+        patch: int,
+        width: int,
+        classes: int,
+        *,
+        depth: int = 3,
+        heads: int = 8,
+        channels: int = 3,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or width % heads:
+            raise ShapeError(f"a width of {width} does not divide into {heads} heads: choose a multiple of heads")
+        if patch < 1 or image % patch:
+            raise ShapeError(
+                f"an image of {image} pixels a side does not divide into patches of {patch}: "
+                "choose a patch that divides it"
+            )
+        self.shape = (channels, image, image)
+        self.patch = patch
+        self.norm_patch = nn.LayerNorm(channels * patch**2)
+        self.input = nn.Linear(channels * patch**2, width)
+        self.norm_input = nn.LayerNorm(width)
+        self.cls = nn.Parameter(torch.randn(1, 1, width))
+        self.position = nn.Parameter(torch.randn(1, 1 + (image // patch) ** 2, width))
+        # The MLP's residual block is a transformer's FFN.
+        pairs = ((Attention(width, heads), Block(width)) for _ in range(depth))
+        self.blocks = nn.Sequential(*(part for pair in pairs for part in pair))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                if name.endswith(ZERO_START):
+                    nn.init.zeros_(module.weight)
+                else:
+                    nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def patches(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, patches, numbers), a patch's numbers ordered row, column, channel."""
+        grid = x.unflatten(2, (-1, self.patch)).unflatten(4, (-1, self.patch))
+        return grid.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1:] != self.shape:
+            raise ShapeError(
+                f"this ViT takes images of shape (N, {', '.join(map(str, self.shape))}), got {tuple(x.shape)}: "
+                "resize them, or build it for their size"
+            )
+        x = self.norm_input(self.input(self.norm_patch(self.patches(x))))
+        x = torch.cat((self.cls.expand(len(x), -1, -1), x), 1) + self.position
+        return self.head(self.norm(self.blocks(x))[:, 0])

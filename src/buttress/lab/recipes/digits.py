@@ -1,0 +1,24 @@
+"""Recipes on scikit-learn's digits: small enough for two cores, no file needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from buttress.lab.config import Run
+from buttress.lab.recipes.base import recipe
+
+SMALL = Run(task="digits", width=32, depth=2, base_width=64, lr=1e-2, batch=256, steps=400)
+
+
+@recipe
+def digits() -> Iterator[Run]:
+    """Structures against dense on digits: error against MACs at four sizes each.
+
+    About two minutes on two cores. Too small for exponents to mean much: it shows that everything works.
+    """
+    for width in (16, 32, 64, 128):
+        yield replace(SMALL, width=width)
+    for structure in ("btt", "monarch", "low_rank", "kronecker"):
+        for width in (32, 64, 144, 256):
+            yield replace(SMALL, width=width, structure=structure)

@@ -1,0 +1,100 @@
+"""What a run leaves behind: a record, kept under its key. A figure is a function of records and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import buttress
+from buttress import ButtressError
+from buttress.lab.config import Run
+
+Status = Literal["done", "failed"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run: what it was, how it went, on what."""
+
+    run: Run
+    status: Status
+    results: Mapping[str, float] = field(default_factory=dict)
+    """train_error, train_loss, test_error, test_loss (errors in percent), seconds, examples_per_second."""
+    params: int = 0
+    macs: int = 0
+    """Multiply-accumulates of one example's forward pass."""
+    curve: tuple[tuple[int, float, float], ...] = ()
+    """(step, loss, error in percent), averaged over stretches of the run."""
+    error: str = ""
+    """What went wrong, where something did."""
+    made_on: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"key": self.run.key}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        data: dict[str, Any] = json.loads(text)
+        data.pop("key", None)
+        data["run"] = Run.of(data["run"])
+        data["curve"] = tuple((int(s), float(a), float(b)) for s, a, b in data["curve"])
+        return cls(**data)
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Hardware and versions, for the record."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": name,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "buttress": buttress.__version__,
+        "python": platform.python_version(),
+    }
+
+
+class Store:
+    """A folder of runs, one subfolder a key. Whatever is written is written whole or not at all."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+
+    def place(self, run: Run) -> Path:
+        return self.folder / run.key
+
+    def get(self, run: Run) -> Record | None:
+        """The record of a run, if it has one."""
+        path = self.place(run) / "record.json"
+        return self._read(path) if path.is_file() else None
+
+    def put(self, record: Record) -> Path:
+        path = self.place(record.run) / "record.json"
+        write_text(path, record.to_json() + "\n")
+        return path
+
+    def __iter__(self) -> Iterator[Record]:
+        for path in sorted(self.folder.glob("*/record.json")):
+            yield self._read(path)
+
+    def _read(self, path: Path) -> Record:
+        try:
+            return Record.from_json(path.read_text(encoding="utf-8"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ButtressError(
+                f"{path} is not a record of this version: {error}; remove its folder to run it again"
+            ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file replaced in one step, so that nobody ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,186 @@
+"""Many runs: those that have a record are skipped, one that crashes does not stop the others.
+
+Runs go to worker processes, several at a time where they are small. A worker is told its runs one line at a time, so
+that starting Python and torch is paid once; if it dies, the run that it had is recorded as failed and another
+takes its place. Killing everything loses no more than what was done since the last checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+
+from buttress.lab.config import Run
+from buttress.lab.logs import Lines
+from buttress.lab.records import Record, Store
+from buttress.lab.train import Progress, train
+
+LAST_LINES = 12
+"""Lines of a dead worker's error output that go into its run's record."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What a sweep has to say: a run began, got further, or ended."""
+
+    run: Run
+    progress: Progress | None = None
+    record: Record | None = None
+
+
+Listener = Callable[[News], None]
+
+
+def sweep(
+    runs: Iterable[Run],
+    store: Store,
+    *,
+    workers: int = 1,
+    device: str | None = None,
+    data: Path | str | None = None,
+    compiled: bool = False,
+    listen: Listener | None = None,
+    retry: bool = True,
+) -> list[Record]:
+    """Train every run that has no record yet and return all records, in the runs' order.
+
+    With `retry`, runs that failed before are tried again. Largest first, so that none is left alone at the end.
+    """
+    wanted = list(dict.fromkeys(runs))
+    tell = listen or (lambda news: None)
+    todo: Queue[Run] = Queue()
+    for run in sorted(wanted, key=lambda r: (-r.steps * r.width * r.batch, r.key)):
+        known = store.get(run)
+        if known is None or (known.status == "failed" and retry):
+            todo.put(run)
+        else:
+            tell(News(run, record=known))
+    count = max(1, min(workers, todo.qsize()))
+
+    def start() -> _Worker:
+        return _Worker(store, device, data, compiled, count)
+
+    threads = [
+        threading.Thread(target=_serve, args=(todo, store, start, tell), daemon=True)
+        for _ in range(count if todo.qsize() else 0)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2)  # in pieces, so that Ctrl-C is heard
+    records = (store.get(run) for run in wanted)
+    return [record for record in records if record is not None]
+
+
+class _Worker:
+    """One process that trains runs, one after the other."""
+
+    def __init__(self, store: Store, device: str | None, data: Path | str | None, compiled: bool, workers: int) -> None:
+        arguments = (str(store.folder), device or "", str(data or ""), str(int(compiled)))
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "buttress.lab.sweep", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        )
+        self.errors: list[str] = []
+        self.reader = threading.Thread(target=self._drain, daemon=True)
+        self.reader.start()
+
+    def _drain(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors.append(line.rstrip())
+            del self.errors[:-LAST_LINES]
+
+    def train(self, run: Run, tell: Listener) -> bool:
+        """Have a run trained; False if the process died over it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(run.to_json() + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            message = json.loads(line)
+            if "progress" not in message:
+                return True
+            tell(News(run, progress=Progress(**message["progress"])))
+        return False
+
+    def close(self) -> str:
+        """End the process and say how it ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        with suppress(BrokenPipeError):  # it may have died before it could read
+            self.process.stdin.close()
+        self.process.wait()
+        self.reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return f"the worker died with status {self.process.returncode}: " + " | ".join(self.errors)
+
+
+def _serve(todo: Queue[Run], store: Store, start: Callable[[], _Worker], tell: Listener) -> None:
+    """Feed one worker after another until no run is left."""
+    worker: _Worker | None = None
+    while True:
+        try:
+            run = todo.get_nowait()
+        except Empty:
+            break
+        worker = worker or start()
+        tell(News(run))
+        if not worker.train(run, tell):
+            store.put(Record(run, "failed", error=worker.close()))
+            worker = None
+        tell(News(run, record=store.get(run)))
+    if worker is not None:
+        worker.close()
+
+
+def work(store: Store, device: str | None, data: str | None, compiled: bool) -> None:
+    """A worker: runs come in as lines, news goes out as lines."""
+    out = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print must not pass for news
+
+    def say(message: dict[str, object]) -> None:
+        print(json.dumps(message), file=out, flush=True)
+
+    last = 0.0
+
+    def watch(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.5:
+            last = time.monotonic()
+            say({"progress": vars(progress)})
+
+    for line in sys.stdin:
+        run = Run.from_json(line)
+        try:
+            log = Lines(store.place(run) / "log.jsonl")
+            train(run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=log)
+        except Exception as error:
+            store.put(Record(run, "failed", error=f"{type(error).__name__}: {error}"))
+        say({"done": run.key})
+
+
+def main(arguments: Sequence[str]) -> None:
+    folder, device, data, compiled = arguments
+    work(Store(folder), device or None, data or None, compiled == "1")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

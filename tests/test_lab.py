@@ -1,0 +1,393 @@
+"""The lab: runs as data, tasks, augmentation, the training loop, resuming, sweeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import buttress as bt
+from buttress.lab.build import groups_of, model_of
+from buttress.lab.config import ConfigError, Run, with_fields
+from buttress.lab.data import DataError, load
+from buttress.lab.data import cifar as cifar_module
+from buttress.lab.data.augment import crops, enlarge, random_resized_crop
+from buttress.lab.logs import Lines
+from buttress.lab.recipes import find, recipes
+from buttress.lab.records import Record, Store
+from buttress.lab.sweep import News, sweep
+from buttress.lab.train import Diverged, Progress, Trainer, train
+
+SMALL = Run(task="digits", width=16, depth=1, lr=1e-2, batch=64, steps=250)
+SHARED = Path(os.environ.get("BUTTRESS_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+class TestRun:
+    def test_the_key_is_that_of_the_fields(self) -> None:
+        run = Run(structure="btt(rank=2)")
+        assert run.key == Run(structure="btt( rank = 2 )").key == Run.from_json(run.to_json()).key
+        assert run.key != replace(run, seed=1).key
+        assert len(run.key) == 16
+        assert str(run) == "Run(structure='btt(rank=2)')"
+
+    def test_fields_are_set_by_text(self) -> None:
+        run = with_fields(Run(), ["width=128", "structure=btt(rank=2)", "aware=false", "lr=1e-3", "mixup=1"])
+        assert run == Run(width=128, structure="btt(rank=2)", aware=False, lr=1e-3, mixup=1.0)
+
+    @pytest.mark.parametrize(
+        ("settings", "match"),
+        [
+            (["widht=3"], "did you mean 'width'"),
+            (["zzz=3"], "there are task, model"),
+            (["width"], "name=value"),
+            (["width=many"], "width takes a number"),
+            (["width=1.5"], "width must be an integer"),
+            (["width=0"], "width must be at least 1"),
+            (["schedule=linear"], "one of cosine, constant"),
+            (["lr=0"], "lr must be above 0"),
+        ],
+    )
+    def test_wrong_settings(self, settings: list[str], match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            with_fields(Run(), settings)
+
+    def test_wrong_structure(self) -> None:
+        with pytest.raises(bt.StructureError, match="did you mean"):
+            Run(structure="bttt")
+
+
+class TestAugmentation:
+    def test_crops_lie_inside_and_have_the_drawn_shapes(self) -> None:
+        start, extent = crops(20000, 32, torch.Generator().manual_seed(0), torch.device("cpu"))
+        assert (start >= 0).all()
+        assert (start + extent <= 32).all()
+        assert (extent >= 1).all()
+        area = extent.prod(1) / 1024
+        # Uniform in [0.08, 1] before draws that do not fit are rejected, which are large ones.
+        assert 0.45 < area.mean() < 0.54
+        ratio = (extent[:, 1] / extent[:, 0]).log()
+        assert ratio.mean().abs() < 0.01
+
+    def test_enlarging_is_the_rule_written_out(self) -> None:
+        rng = np.random.default_rng(0)
+        image = rng.integers(0, 256, (1, 1, 12, 12))
+        for top, left, height, width, flip in [(0, 0, 12, 12, 0), (2, 3, 7, 5, 0), (1, 4, 5, 8, 1), (5, 5, 1, 1, 0)]:
+            found = enlarge(
+                torch.tensor(image, dtype=torch.float32),
+                torch.tensor([[float(top), float(left)]]),
+                torch.tensor([[float(height), float(width)]]),
+                torch.tensor([bool(flip)]),
+            )
+            crop = image[0, 0, top : top + height, left : left + width].astype(float)
+            want = _area(_area(crop, 12).T, 12).T
+            want = want[:, ::-1] if flip else want
+            np.testing.assert_allclose(found[0, 0].numpy(), np.round(want), atol=1)
+            assert (np.abs(found[0, 0].numpy() - want) <= 0.5 + 1e-3).all()
+
+    def test_the_whole_image_is_left_as_it_is(self) -> None:
+        image = torch.randint(0, 256, (3, 3, 32, 32)).float()
+        whole = torch.full((3, 2), 32.0)
+        assert torch.equal(enlarge(image, torch.zeros(3, 2), whole, torch.zeros(3, dtype=torch.bool)), image)
+        assert torch.equal(enlarge(image, torch.zeros(3, 2), whole, torch.ones(3, dtype=torch.bool)), image.flip(-1))
+
+    def test_the_same_generator_gives_the_same_images(self) -> None:
+        image = torch.randint(0, 256, (5, 3, 32, 32)).float()
+        first, again = (random_resized_crop(image, torch.Generator().manual_seed(3)) for _ in range(2))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, random_resized_crop(image, torch.Generator().manual_seed(4)))
+
+
+def _area(rows: np.ndarray, size: int) -> np.ndarray:
+    """The rule along the first axis, one output at a time."""
+    length = len(rows)
+    scale = length / size
+    out = []
+    for d in range(size):
+        s = int(np.floor(d * scale))
+        f = (d + 1) - (s + 1) / scale
+        f = 0.0 if f <= 0 else f - np.floor(f)
+        out.append((1 - f) * rows[s] + f * rows[min(s + 1, length - 1)])
+    return np.array(out)
+
+
+class TestTasks:
+    def test_unknown_names_and_missing_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("BUTTRESS_DATA", raising=False)
+        with pytest.raises(DataError, match="did you mean 'digits'"):
+            load("digit")
+        with pytest.raises(DataError, match=r"cifar-10-python.tar.gz, and no folder was given: download it"):
+            load("cifar10")
+        with pytest.raises(DataError, match=f"not in {tmp_path}"):
+            load("cifar10", folder=tmp_path)
+
+    def test_digits_and_teacher(self) -> None:
+        for name, shape in (("digits", (1, 8, 8)), ("teacher", (64,))):
+            task = load(name)
+            assert task.shape == shape
+            index = torch.arange(7)
+            x, y = task.draw(index, torch.Generator().manual_seed(0))
+            again, _ = task.draw(index, torch.Generator().manual_seed(0))
+            assert x.shape == (7, *shape)
+            assert torch.equal(x, again)
+            assert 0 <= int(y.min()) <= int(y.max()) < 10
+            found = list(task.test(300))
+            assert sum(len(b) for _, b in found) in (500, 4096)
+
+    def archive(self, folder: Path, content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        files = {f"data_batch_{i}": content for i in range(1, 6)} | {"test_batch": content, "batches.meta": b"x"}
+        path = folder / "cifar-10-python.tar.gz"
+        with tarfile.open(path, "w:gz") as out:
+            for name, data in files.items():
+                place = folder / name
+                place.write_bytes(pickle.dumps(data, protocol=3))
+                out.add(place, f"cifar-10-batches-py/{name}")
+        import hashlib
+
+        monkeypatch.setattr(cifar_module.Cifar10, "md5", hashlib.md5(path.read_bytes()).hexdigest())
+
+    def test_the_official_archive(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pixels = np.random.default_rng(0).integers(0, 256, (4, 3072), dtype=np.uint8)
+        self.archive(tmp_path, {b"data": pixels, b"labels": [3, 1, 4, 1]}, monkeypatch)
+        task = load("cifar10", folder=tmp_path)
+        assert isinstance(task, cifar_module.Cifar10)
+        assert task.x.shape == (20, 3, 32, 32)
+        assert torch.equal(task.x[4].flatten(), torch.from_numpy(pixels[0]))
+        assert task.y[:4].tolist() == [3, 1, 4, 1]
+        monkeypatch.setattr(cifar_module.Cifar10, "md5", "0" * 32)
+        with pytest.raises(DataError, match="damaged or not the official archive"):
+            load("cifar10", folder=tmp_path)
+
+    def test_an_archive_that_would_run_code_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Attack:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return os.system, ("true",)
+
+        self.archive(tmp_path, {b"data": Attack(), b"labels": []}, monkeypatch)
+        with pytest.raises(DataError, match=r"asks for (posix|nt)\.system"):
+            load("cifar10", folder=tmp_path)
+
+    @pytest.mark.skipif(not (SHARED / "cifar10" / "test.webp").is_file(), reason="needs the packed CIFAR-10")
+    def test_packed_cifar(self) -> None:
+        task = load("cifar10", folder=SHARED)
+        assert isinstance(task, cifar_module.Cifar10)
+        assert task.x.shape == (50000, 3, 32, 32)
+        assert task.y.bincount().tolist() == [5000] * 10
+        x, _ = next(task.test(10000))
+        assert x.mean().abs() < 0.05
+        assert (x.std() - 1).abs() < 0.05
+
+
+class TestBuild:
+    def test_which_layers_are_structured(self) -> None:
+        task = load("digits")
+        for layers, expected in (("all", True), ("hidden", False)):
+            model = model_of(replace(SMALL, structure="btt", layers=layers), task)
+            assert isinstance(model.get_submodule("input"), bt.StructuredLinear) is expected
+            assert isinstance(model.get_submodule("blocks.0.up"), bt.StructuredLinear)
+            assert not isinstance(model.get_submodule("head"), bt.StructuredLinear)
+
+    def test_rates(self) -> None:
+        task = load("digits")
+        run = replace(SMALL, width=256, base_width=64, structure="btt", input_scale=0.1)
+        groups = groups_of(run, model_of(run, task), task)
+        assert sum(len(g["params"]) for g in groups) == len(list(model_of(run, task).parameters()))
+        naive = groups_of(replace(run, aware=False), model_of(run, task), task)
+        assert max(g["lr"] for g in groups) > max(g["lr"] for g in naive)
+
+    def test_errors(self) -> None:
+        with pytest.raises(ConfigError, match="did you mean 'mlp'"):
+            model_of(replace(SMALL, model="mlpp"), load("digits"))
+        with pytest.raises(ConfigError, match=r"takes images, but these inputs have the shape \(64,\)"):
+            model_of(replace(SMALL, model="vit"), load("teacher"))
+
+    def test_a_vit_trains_too(self) -> None:
+        record = train(replace(SMALL, model="vit", width=16, steps=20), device="cpu")
+        assert record.results["train_loss"] < 2.5
+
+
+class TestTraining:
+    def test_it_learns_and_says_what_it_cost(self, tmp_path: Path) -> None:
+        seen: list[Progress] = []
+        log = Lines(tmp_path / "log.jsonl")
+        record = train(replace(SMALL, structure="btt"), device="cpu", watch=seen.append, log=log)
+        assert record.results["test_error"] < 20
+        assert record.curve[0][1] > record.curve[-1][1]
+        assert [p.step for p in seen] == [100, 200, 250]
+        model = model_of(record.run, load("digits"))
+        assert record.params == sum(p.numel() for p in model.parameters())
+        assert record.macs == bt.cost(model, torch.zeros(1, 1, 8, 8)).macs
+        assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [100, 200, 250]
+        assert Record.from_json(record.to_json()) == record
+
+    def test_mixup_and_smoothing_are_the_formula(self) -> None:
+        run = replace(SMALL, mixup=0.8, smoothing=0.3)
+        trainer = Trainer(run, load("digits"), torch.device("cpu"))
+        torch.nn.init.normal_(trainer.model.get_submodule("head").weight)  # type: ignore[arg-type]
+        x, y, other, share = trainer.batch()
+        assert torch.equal(other, y.roll(1))
+        assert 0 < share < 1
+        loss, error = trainer.loss(x, y, other, share)
+        logits = trainer.model(x).log_softmax(1)
+
+        def smooth(targets: torch.Tensor) -> torch.Tensor:
+            wanted = torch.nn.functional.one_hot(targets, 10) * 0.7 + 0.03
+            return -(wanted * logits).sum(1).mean()
+
+        torch.testing.assert_close(loss, share * smooth(y) + (1 - share) * smooth(other))
+        guess = logits.argmax(1)
+        right = max((guess == y).float().mean().item(), (guess == other).float().mean().item())
+        assert error.item() == pytest.approx(1 - right)
+
+    def test_an_epoch_takes_every_example_once(self) -> None:
+        trainer = Trainer(replace(SMALL, batch=100), load("digits"), torch.device("cpu"))
+        trainer.advance(1)
+        first = trainer.order.clone()
+        assert len(first) == 1200
+        assert len(set(first.tolist())) == 1200
+        trainer.advance(12)
+        assert torch.equal(first, trainer.order)
+        trainer.advance(13)
+        assert not torch.equal(first, trainer.order)
+
+    def test_a_finished_run_is_not_run_again(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        run = replace(SMALL, steps=20)
+        first = train(run, store=store, device="cpu")
+        assert not (store.place(run) / "checkpoint.pt").exists()
+        assert train(run, store=store, device="cpu") == first == next(iter(store))
+
+    def test_resuming_in_the_same_process_is_bit_identical(self) -> None:
+        run = replace(SMALL, steps=150, mixup=0.8, structure="btt")
+        whole = Trainer(run, load("digits"), torch.device("cpu"))
+        whole.advance(150)
+        first = Trainer(run, load("digits"), torch.device("cpu"))
+        first.advance(70)
+        second = Trainer(run, load("digits"), torch.device("cpu"))
+        second.restore(first.state())
+        second.advance(150)
+        assert torch.equal(whole.losses, second.losses)
+        for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    def test_killed_and_started_again_gives_the_same_bits(self, tmp_path: Path) -> None:
+        run = replace(SMALL, steps=1500)
+        code = (
+            "import sys, torch; torch.set_num_threads(1)\n"
+            "from buttress.lab.config import Run; from buttress.lab.records import Store\n"
+            "from buttress.lab.train import train; from buttress.lab.logs import Lines; from pathlib import Path\n"
+            "store = Store(sys.argv[2]); run = Run.from_json(sys.argv[1])\n"
+            "log = Lines(store.place(run) / 'log.jsonl')\n"
+            "train(run, store=store, device='cpu', checkpoint_seconds=0, log=log)\n"
+        )
+        command = [sys.executable, "-c", code, run.to_json()]
+        whole, broken = Store(tmp_path / "whole"), Store(tmp_path / "broken")
+        subprocess.run([*command, str(whole.folder)], check=True, timeout=120)
+        victim = subprocess.Popen([*command, str(broken.folder)])
+        path = broken.place(run) / "checkpoint.pt"
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline and victim.poll() is None:
+            time.sleep(0.005)
+        victim.send_signal(signal.SIGKILL)
+        assert victim.wait() == -signal.SIGKILL, "it was over before it could be killed"
+        assert broken.get(run) is None
+        subprocess.run([*command, str(broken.folder)], check=True, timeout=120)
+        a, b = whole.get(run), broken.get(run)
+        assert a is not None
+        assert b is not None
+        assert a.curve == b.curve
+        for name in ("train_error", "train_loss", "test_error", "test_loss"):
+            assert a.results[name] == b.results[name]
+        logs = [(s.place(run) / "log.jsonl").read_text().splitlines() for s in (whole, broken)]
+        steps = [[json.loads(line)["step"] for line in log] for log in logs]
+        assert steps[0] == steps[1] == list(range(100, 1600, 100))
+
+    def test_a_loss_that_is_no_number_is_traced_to_its_layer(self) -> None:
+        with pytest.raises(
+            Diverged, match=r"no number at step \d+: .* is that of (input|blocks\.0\.\w+|head)\. Try a smaller lr"
+        ):
+            train(replace(SMALL, lr=1e9, optimizer="sgd", schedule="constant"), device="cpu")
+
+    def test_a_checkpoint_of_another_run_is_refused(self, tmp_path: Path) -> None:
+        store, run = Store(tmp_path), replace(SMALL, steps=20)
+        other = Trainer(replace(run, seed=5), load("digits"), torch.device("cpu"))
+        store.place(run).mkdir(parents=True)
+        torch.save(other.state() | {"seconds": 0.0}, store.place(run) / "checkpoint.pt")
+        with pytest.raises(bt.ButtressError, match="belongs to another run"):
+            train(run, store=store, device="cpu")
+
+    def test_a_broken_record_says_what_to_do(self, tmp_path: Path) -> None:
+        store, run = Store(tmp_path), SMALL
+        store.place(run).mkdir(parents=True)
+        (store.place(run) / "record.json").write_text("{}")
+        with pytest.raises(bt.ButtressError, match="remove its folder to run it again"):
+            store.get(run)
+
+
+class TestSweep:
+    def test_runs_are_skipped_recorded_and_survive_each_other(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        good = [replace(SMALL, steps=30, seed=s) for s in range(3)]
+        bad = replace(SMALL, lr=1e9, optimizer="sgd", schedule="constant")
+        news: list[News] = []
+        records = sweep([*good, bad, good[0]], store, workers=2, device="cpu", listen=news.append)
+        assert [r.run for r in records] == [*good, bad]
+        assert [r.status for r in records] == ["done"] * 3 + ["failed"]
+        assert "Diverged: the loss is no number" in records[-1].error
+        assert sum(n.record is not None for n in news) == 4
+        begun: list[News] = []
+        again = sweep([*good, bad], store, device="cpu", listen=begun.append, retry=False)
+        assert again == records
+        assert not [n for n in begun if n.record is None], "nothing was run twice"
+
+    def test_a_worker_that_dies_takes_only_its_run_along(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Python runs this file first in every worker: it ends the process at the unlucky run.
+        (tmp_path / "sitecustomize.py").write_text(
+            "import os, sys\n"
+            "if 'buttress.lab.sweep' in ' '.join(sys.orig_argv):\n"
+            "    import buttress.lab.train as t\n"
+            "    whole = t.Trainer.__init__\n"
+            "    def init(self, run, *a, **k):\n"
+            "        if run.seed == 1:\n"
+            "            print('struck by lightning', file=sys.stderr, flush=True)\n"
+            "            os._exit(7)\n"
+            "        whole(self, run, *a, **k)\n"
+            "    t.Trainer.__init__ = init\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        store = Store(tmp_path / "runs")
+        records = sweep([replace(SMALL, steps=20, seed=s) for s in range(3)], store, device="cpu")
+        assert [r.status for r in records] == ["done", "failed", "done"]
+        assert "status 7" in records[1].error
+        assert "struck by lightning" in records[1].error
+
+
+class TestRecipes:
+    def test_each_is_made_of_runs_and_says_what_it_is(self) -> None:
+        assert {"digits", "mlp-scaling", "learning-rates", "vit"} <= set(recipes())
+        for recipe in recipes().values():
+            runs = recipe.runs()
+            assert runs
+            assert len({run.key for run in runs}) == len(runs)
+            assert recipe.summary.endswith((".", "paper."))
+
+    def test_unknown(self) -> None:
+        with pytest.raises(ConfigError, match="did you mean 'digits'"):
+            find("digit")
+
+    def test_the_paper_s_mlp(self) -> None:
+        run = next(r for r in find("mlp-scaling").runs() if r.structure == "btt" and r.width == 1024)
+        assert (run.batch, run.steps, run.lr, run.smoothing, run.mixup, run.input_scale) == (
+            1024, 24000, 3e-3, 0.3, 0.8, 0.1,
+        )  # fmt: skip
