@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint types imports pytest test-slow test-gpu docs bench bench-gpu sanitize clean
 
 demo: $(READY)
-	$(BIN)/python examples/digits.py
+	$(BIN)/buttress demo
 
 test: lint types imports pytest
 

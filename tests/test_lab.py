@@ -391,3 +391,34 @@ class TestRecipes:
         assert (run.batch, run.steps, run.lr, run.smoothing, run.mixup, run.input_scale) == (
             1024, 24000, 3e-3, 0.3, 0.8, 0.1,
         )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestOnTheGpu:
+    def test_a_replayed_graph_trains_as_single_launches_do(self) -> None:
+        run = replace(SMALL, steps=200, mixup=0.8, smoothing=0.3, structure="btt")
+        device = torch.device("cuda")
+        losses = []
+        for graph in (True, False):
+            trainer = Trainer(run, load("digits", device), device)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                if graph:
+                    trainer.advance(200)
+                    assert trainer.graph is not None
+                else:
+                    while trainer.step < 200:
+                        trainer.graph = None
+                        if trainer.step % trainer.per_epoch == 0:
+                            whole = torch.randperm(trainer.task.epoch or 0, generator=trainer.generator, device=device)
+                            trainer.order.copy_(whole[: len(trainer.order)])
+                        trainer._update()
+                        trainer.step += 1
+            torch.cuda.synchronize()
+            losses.append(trainer.losses.cpu())
+        torch.testing.assert_close(losses[0][:20], losses[1][:20], rtol=1e-3, atol=1e-3)
+        assert losses[0][-20:].mean() < 0.9 * losses[0][:20].mean()
+
+    def test_a_run_from_beginning_to_end(self, tmp_path: Path) -> None:
+        record = train(replace(SMALL, precision="bfloat16"), store=Store(tmp_path), device="cuda")
+        assert record.results["test_error"] < 20

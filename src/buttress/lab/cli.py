@@ -210,6 +210,38 @@ def sweep(
 
 
 @app.command()
+def report(
+    runs: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("runs"),
+    out: Annotated[Path | None, typer.Option(help="The page to write; report.html among the runs otherwise.")] = None,
+    title: str = "Structured layers: what was run and what came of it",
+) -> None:
+    """Write one self-contained HTML page about a folder of runs.
+
+    Example: `buttress report runs`
+    """
+    from buttress.lab.report import report as write_report
+
+    path = write_report(Store(runs), out or runs / "report.html", title)
+    print(path)
+
+
+@app.command()
+def demo(
+    runs: Annotated[Path, typer.Option("--runs", help="Folder where runs are kept.")] = Path("runs/demo"),
+    workers: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
+) -> None:
+    """Dense, BTT, Monarch, low rank and Kronecker at four sizes on scikit-learn's digits, with fits and a report.
+
+    Needs no file and no GPU; about a minute on two cores. Example: `buttress demo`
+    """
+    sweep("digits", [], runs=runs, device="cpu", workers=workers)
+    from buttress.lab.report import report as write_report
+
+    path = write_report(Store(runs), runs / "report.html", "Structures on digits")
+    console.print(f"the report is in [bold]{path}[/]: open it in a browser", highlight=False)
+
+
+@app.command()
 def bench(
     d_in: int,
     d_out: int,
@@ -290,13 +322,16 @@ def _results(records: Iterable[Record], as_json: bool) -> None:
     rows = list(records)
     if as_json:
         return _print([json.loads(r.to_json()) for r in rows])
-    table = Table("run", "MACs", "parameters", "train error", "test error", "seconds", "key")
+    kinds = dict.fromkeys(f"{r.run.task}, {r.run.model}" for r in rows)
+    table = Table(title="; ".join(kinds))
+    for name in ("structure", "width", "MACs", "parameters", "train error", "test error", "seconds"):
+        table.add_column(name, justify="left" if name == "structure" else "right", no_wrap=True)
     for r in sorted(rows, key=lambda r: (r.run.structure, r.macs)):
-        numbers = ("", "", "")
+        numbers = ("failed", "", "")
         if r.status == "done":
             train_error, test_error, seconds = (r.results[k] for k in ("train_error", "test_error", "seconds"))
             numbers = (f"{train_error:.2f} %", f"{test_error:.2f} %", f"{seconds:.1f}")
-        table.add_row(_name(r.run), f"{r.macs:,}", f"{r.params:,}", *numbers, r.run.key)
+        table.add_row(r.run.structure or "dense", str(r.run.width), f"{r.macs:,}", f"{r.params:,}", *numbers)
     Console().print(table)
 
 

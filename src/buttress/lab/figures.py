@@ -1,0 +1,172 @@
+"""Figures: each a pure function of records."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from buttress.lab.analysis import Point, fit
+from buttress.lab.analysis.fits import FitError
+from buttress.lab.records import Record
+
+Against = Literal["macs", "seconds"]
+Metric = Literal["train_error", "test_error"]
+Published = Mapping[str, Sequence[tuple[float, float]]]
+
+NAMES = {"train_error": "train error", "test_error": "test error", "macs": "MACs", "seconds": "seconds of training"}
+
+
+def label(record: Record) -> str:
+    """What tells a run's line from the others."""
+    return (record.run.structure or "dense") + ("" if record.run.aware else ", naive rates")
+
+
+def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[str, list[Point]]:
+    """Points of each line, by MACs; of several seeds, their mean."""
+    found: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for record in records:
+        if record.status == "done":
+            found[label(record), record.macs].append(record)
+    lines: dict[str, list[Point]] = defaultdict(list)
+    for (name, macs), same in sorted(found.items()):
+        error = sum(r.results[metric] for r in same) / len(same)
+        seconds = sum(r.results["seconds"] for r in same) / len(same)
+        lines[name].append(Point(macs, error, seconds, f"width {same[0].run.width}"))
+    return {name: lines[name] for name in _ordered(lines)}
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """The baseline first, so that a structure has the same colour in every figure."""
+    return sorted(set(names), key=lambda name: (name != "dense", name))
+
+
+def scaling(
+    records: Iterable[Record],
+    metric: Metric = "train_error",
+    against: Against = "macs",
+    published: Published | None = None,
+) -> Figure:
+    """Error against MACs or time, one line a structure, with its power law; published points hollow."""
+    figure, panel = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for i, (name, line) in enumerate(points(records, metric).items()):
+        colour = f"C{i}"
+        xs = [p.macs if against == "macs" else p.seconds or 0.0 for p in line]
+        panel.plot(xs, [p.error for p in line], "o", color=colour, ms=5)
+        text = name
+        try:
+            law = fit(line, against=against, resamples=200)
+        except FitError:
+            panel.plot(xs, [p.error for p in line], "-", color=colour, lw=1, alpha=0.5, label=text)
+        else:
+            ends = law.window
+            text += f"  ({law.exponent:.3f} ± {law.exponent_error:.3f})"
+            panel.plot(ends, [law.predict(x) for x in ends], "-", color=colour, lw=1.2, label=text)
+        if published and name in published and against == "macs":
+            there = published[name]
+            panel.plot([x for x, _ in there], [y for _, y in there], "o", mfc="none", color=colour, ms=6, alpha=0.6)
+    panel.set(xscale="log", yscale="log", xlabel=NAMES[against], ylabel=f"{NAMES[metric]} (%)")
+    _plain_ticks(panel)
+    panel.grid(alpha=0.3, which="both")
+    panel.legend(frameon=False, fontsize=8, title="exponent in brackets" + ("; hollow: published" if published else ""))
+    return figure
+
+
+def exponents(
+    records: Iterable[Record],
+    metric: Metric = "train_error",
+    published: Mapping[str, tuple[float, float]] | None = None,
+) -> Figure | None:
+    """Fitted exponents with their intervals, the published ones beside them; None where nothing can be fitted."""
+    laws = {}
+    for name, line in points(records, metric).items():
+        try:
+            laws[name] = fit(line)
+        except FitError:
+            continue
+    if not laws:
+        return None
+    figure, panel = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    for i, (name, law) in enumerate(laws.items()):
+        low, high = law.exponent - law.low, law.high - law.exponent
+        panel.bar(i - 0.2, law.exponent, 0.36, yerr=[[max(low, 0)], [max(high, 0)]], color=f"C{i}", capsize=3)
+        if published and name in published:
+            value, error = published[name]
+            panel.bar(i + 0.2, value, 0.36, yerr=error, color="none", edgecolor=f"C{i}", capsize=3, hatch="//")
+    panel.set_xticks(range(len(laws)), list(laws), rotation=20, ha="right")
+    panel.set_ylabel("exponent" + (" (hatched: published)" if published else ""))
+    panel.grid(alpha=0.3, axis="y")
+    return figure
+
+
+def landscape(records: Iterable[Record], metric: Metric = "train_error") -> Figure | None:
+    """Error against learning rate, a panel for each structure and rule, a line for each width."""
+    panels: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for r in records:
+        if r.status == "done":
+            panels[label(r)][r.run.width].append((r.run.lr, r.results[metric]))
+    panels = {n: p for n, p in panels.items() if max(len({lr for lr, _ in line}) for line in p.values()) > 2}
+    if not panels:
+        return None
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(3.6 * len(panels), 3.4), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axis, name in zip(axes[0], _ordered(panels), strict=True):
+        lines = panels[name]
+        for i, (width, line) in enumerate(sorted(lines.items())):
+            ordered = sorted(line)
+            axis.plot(
+                [x for x, _ in ordered], [y for _, y in ordered], "o-", ms=4, color=f"C{i}", label=f"width {width}"
+            )
+            best = min(ordered, key=lambda p: p[1])
+            axis.plot(*best, "*", ms=12, color=f"C{i}")
+        axis.set(xscale="log", title=name, xlabel="learning rate")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    axes[0][0].set_ylabel(f"{NAMES[metric]} (%)")
+    return figure
+
+
+def curves(records: Iterable[Record]) -> Figure:
+    """Training error against step, one line a run."""
+    figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
+    ordered = sorted((r for r in records if r.curve), key=lambda r: (label(r), r.macs))
+    names = _ordered(label(r) for r in ordered)
+    for r in ordered:
+        same = [s for s in ordered if label(s) == label(r)]
+        shade = 0.35 + 0.65 * (same.index(r) + 1) / len(same)
+        panel.plot(
+            [s for s, _, _ in r.curve], [e for _, _, e in r.curve], lw=1, alpha=shade, color=f"C{names.index(label(r))}"
+        )
+    for i, name in enumerate(names):
+        panel.plot([], [], color=f"C{i}", label=name)
+    panel.set(xlabel="step", ylabel="train error (%)", yscale="log")
+    _plain_ticks(panel)
+    panel.grid(alpha=0.3)
+    panel.legend(frameon=False, fontsize=8, title="darker: more MACs")
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG for a page, closed afterwards; the same records give the same text."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "buttress", "svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _plain_ticks(panel: Any) -> None:
+    low, high = panel.get_ylim()
+    ticks = [t for t in (0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50, 60, 80, 100) if low <= t <= high]
+    if ticks:
+        panel.set_yticks(ticks, [f"{t:g}" for t in ticks])
+        panel.minorticks_off()

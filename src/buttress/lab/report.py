@@ -1,0 +1,199 @@
+"""One self-contained HTML page about a folder of runs: figures, fits, tables, commands, hardware."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from html import escape
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+import buttress
+from buttress import ButtressError
+from buttress.lab import figures
+from buttress.lab.analysis import FitError, difference, fit, published, saving
+from buttress.lab.config import Run
+from buttress.lab.figures import Metric, label, points
+from buttress.lab.records import Record, write_text
+
+STYLE = """
+:root { color-scheme: light; --ink: #1d2330; --soft: #5c6575; --line: #dde1e8; --paper: #ffffff; --tint: #f5f6f9; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; color: var(--ink); background: var(--paper);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; } h2 { margin: 2.6rem 0 .4rem; font-size: 1.3rem;
+  border-top: 1px solid var(--line); padding-top: 1.4rem; } h3 { margin: 1.6rem 0 .3rem; font-size: 1.02rem; }
+p { max-width: 44rem; } .soft { color: var(--soft); font-size: .92rem; }
+figure { margin: .8rem 0; } svg { width: 100%; height: auto; max-width: 46rem; display: block; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .28rem .7rem .28rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
+pre { background: var(--tint); padding: .7rem .9rem; overflow-x: auto; font-size: .82rem; border-radius: 6px; }
+details { margin: .8rem 0; } summary { cursor: pointer; color: var(--soft); }
+@media print { body { font-size: 10.5pt; max-width: none; padding: 0; } .scroll { overflow: visible; }
+  figure, table { break-inside: avoid; } }
+"""
+VARIED = ("structure", "width", "layers", "aware", "lr", "seed", "normalize")
+"""Fields that may differ within one experiment; all others are its setting."""
+
+
+def report(records: Iterable[Record], path: Path | str, title: str = "Runs") -> Path:
+    """Write the page. It needs nothing but itself: no script, no font, no link to follow."""
+    every = list(records)
+    if not every:
+        raise ButtressError("there are no records to report on: run `buttress train` or `buttress sweep` first")
+    groups: dict[Run, list[Record]] = defaultdict(list)
+    for record in every:
+        groups[Run.of(asdict(record.run) | {name: _default(name) for name in VARIED})].append(record)
+    body = "".join(_experiment(setting, found) for setting, found in groups.items())
+    page = (
+        "<!doctype html>\n<html lang='en'>\n<head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n<p class='soft'>{_summary(every)}</p>\n{body}"
+        f"{_failures(every)}{_machines(every)}</body>\n</html>\n"
+    )
+    write_text(Path(path), page)
+    return Path(path)
+
+
+def _default(name: str) -> object:
+    return next(f.default for f in fields(Run) if f.name == name)
+
+
+def _summary(records: Sequence[Record]) -> str:
+    done = [r for r in records if r.status == "done"]
+    seconds = sum(r.results["seconds"] for r in done)
+    failed = len(records) - len(done)
+    text = f"{len(done)} runs, {seconds / 60:.1f} minutes of training, buttress {escape(buttress.__version__)}."
+    return text + (f" {failed} failed." if failed else "")
+
+
+def _experiment(setting: Run, records: Sequence[Record]) -> str:
+    done = [r for r in records if r.status == "done"]
+    if not done:
+        return ""
+    out = [
+        f"<h2>{escape(setting.task)}, {escape(setting.model)}</h2>\n<p class='soft'>{escape(_described(setting))}</p>\n"
+    ]
+    tuned = figures.landscape(done)
+    if tuned is not None:
+        out.append("<h3>Learning rates</h3>" + _figure(tuned, "Error against learning rate; a star marks the best."))
+    else:
+        ours = setting.task == "cifar10" and setting.model == "mlp"
+        for metric, there in (("train_error", published.TRAIN_ERROR), ("test_error", published.TEST_ERROR)):
+            out.append(_scaling(done, metric, there if ours else None))  # type: ignore[arg-type]
+        bars = figures.exponents(done, published=published.EXPONENTS if ours else None)
+        if bars is not None:
+            out.append("<h3>Exponents of the train error</h3>" + _figure(bars, "With 95 % intervals of the bootstrap."))
+        out.append(_savings(done))
+        out.append(
+            "<h3>Against time</h3>" + _figure(figures.scaling(done, against="seconds"), "Error against seconds.")
+        )
+        out.append("<h3>On the way</h3>" + _figure(figures.curves(done), "Train error against step."))
+    out += [_table(done), _commands(done)]
+    return "".join(out)
+
+
+def _described(setting: Run) -> str:
+    text = f"{setting.steps:,} steps of {setting.batch}, {setting.optimizer}, {setting.schedule} schedule"
+    text += f", depth {setting.depth}"
+    extras = [("mixup", setting.mixup), ("label smoothing", setting.smoothing), ("weight decay", setting.weight_decay)]
+    text += "".join(f", {name} {value:g}" for name, value in extras if value)
+    return f"{text}, {setting.precision}. Errors in percent; MACs are those of one example's forward pass."
+
+
+def _scaling(done: Sequence[Record], metric: Metric, there: figures.Published | None) -> str:
+    caption = "Power laws, exponents with standard errors." + (" Hollow: published." if there else "")
+    name = figures.NAMES[metric].capitalize()
+    return f"<h3>{name}</h3>" + _figure(figures.scaling(done, metric, published=there), caption)
+
+
+def _savings(done: Sequence[Record]) -> str:
+    """Against dense: the difference of exponents, and how many times fewer MACs the same error takes."""
+    lines = points(done)
+    base = lines.get("dense")
+    if base is None:
+        return ""
+    rows = []
+    for name, line in lines.items():
+        try:
+            law = fit(line)
+        except FitError:
+            continue
+        cells = [name, f"{law.exponent:.3f} ± {law.exponent_error:.3f}", f"{law.low:.3f} .. {law.high:.3f}"]
+        if name != "dense":
+            try:
+                apart = difference(line, base)
+                less = saving(line, base)
+            except FitError:
+                cells += ["", ""]
+            else:
+                cells += [
+                    f"{apart.estimate:+.3f} (p = {apart.p_value:.2g})",
+                    f"{less.ratio:.3g} x ({less.low:.2g} .. {less.high:.2g}) at {less.error:.3g} %",
+                ]
+        else:
+            cells += ["", ""]
+        rows.append(cells)
+    if not rows:
+        return ""
+    head = ("structure", "exponent", "95 %", "against dense", "fewer MACs for the same error")
+    return "<h3>Fits</h3>" + _rows(head, rows)
+
+
+def _table(done: Sequence[Record]) -> str:
+    rows = [
+        (
+            label(r), f"{r.run.width:,}", f"{r.run.lr:g}", f"{r.macs:,}", f"{r.params:,}",
+            f"{r.results['train_error']:.2f}", f"{r.results['test_error']:.2f}",
+            f"{r.results['seconds']:.1f}", f"{r.results['examples_per_second']:,.0f}",
+        )
+        for r in sorted(done, key=lambda r: (label(r), r.macs, r.run.lr, r.run.seed))
+    ]  # fmt: skip
+    head = ("structure", "width", "lr", "MACs", "parameters", "train error", "test error", "seconds", "examples/s")
+    return "<h3>All runs</h3>" + _rows(head, rows)
+
+
+def _commands(done: Sequence[Record]) -> str:
+    lines = "\n".join(escape(command(r.run)) for r in done)
+    return f"<details><summary>Commands that repeat these runs</summary><pre>{lines}</pre></details>"
+
+
+def command(run: Run) -> str:
+    """The command line that makes this run."""
+    given = asdict(run)
+    shown = [f"{f.name}={_quoted(given[f.name])}" for f in fields(Run) if given[f.name] != f.default]
+    return " ".join(["buttress train", *shown])
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return f'"{text}"' if "(" in text else text
+
+
+def _failures(records: Sequence[Record]) -> str:
+    rows = [(command(r.run), r.error) for r in records if r.status == "failed"]
+    if not rows:
+        return ""
+    return "<h2>Failed</h2>" + _rows(("run", "what went wrong"), rows)
+
+
+def _machines(records: Sequence[Record]) -> str:
+    seen = dict.fromkeys(tuple(sorted(r.made_on.items())) for r in records if r.made_on)
+    names = [name for name, _ in next(iter(seen), ())]
+    return "<h2>Made on</h2>" + _rows(names, [[value for _, value in one] for one in seen]) if names else ""
+
+
+def _figure(figure: Figure, caption: str) -> str:
+    text = escape(caption)
+    picture = figures.svg(figure)
+    return f"<figure role='img' aria-label='{text}'>{picture}<figcaption class='soft'>{text}</figcaption></figure>\n"
+
+
+def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(h)}</th>" for h in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>\n" for row in rows)
+    return f"<div class='scroll'><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>\n"
