@@ -192,7 +192,7 @@ class TestTasks:
 class TestBuild:
     def test_which_layers_are_structured(self) -> None:
         task = load("digits")
-        for layers, expected in (("all", True), ("hidden", False)):
+        for layers, expected in (("all", True), ("hidden", False), ("ffn", False)):
             model = model_of(replace(SMALL, structure="btt", layers=layers), task)
             assert isinstance(model.get_submodule("input"), bt.StructuredLinear) is expected
             assert isinstance(model.get_submodule("blocks.0.up"), bt.StructuredLinear)
@@ -218,6 +218,25 @@ class TestBuild:
 
 
 class TestTraining:
+    def test_feature_updates_are_distances_of_features(self) -> None:
+        run = replace(SMALL, probe=True, steps=3, bias=False)
+        trainer = Trainer(run, load("digits"), torch.device("cpu"))
+        x = next(trainer.task.test(1024))[0]
+
+        def features() -> torch.Tensor:
+            with torch.no_grad():
+                model: Any = trainer.model
+                return model.blocks(torch.nn.functional.gelu(model.input(x.flatten(1)[:, model.order])))
+
+        before = features()
+        for step in range(3):
+            trainer.advance(step + 1)
+            after = features()
+            want = ((after - before).norm(dim=1) / 4).mean()  # 4 is the root of the width
+            torch.testing.assert_close(trainer.changes[step], want)
+            before = after
+        assert train(run, device="cpu").results["feature_update"] == pytest.approx(trainer.changes.mean().item())
+
     def test_it_learns_and_says_what_it_cost(self, tmp_path: Path) -> None:
         seen: list[Progress] = []
         log = Lines(tmp_path / "log.jsonl")
@@ -269,7 +288,7 @@ class TestTraining:
         assert train(run, store=store, device="cpu") == first == next(iter(store))
 
     def test_resuming_in_the_same_process_is_bit_identical(self) -> None:
-        run = replace(SMALL, steps=150, mixup=0.8, structure="btt")
+        run = replace(SMALL, steps=150, mixup=0.8, structure="btt", probe=True)
         whole = Trainer(run, load("digits"), torch.device("cpu"))
         whole.advance(150)
         first = Trainer(run, load("digits"), torch.device("cpu"))
@@ -278,6 +297,7 @@ class TestTraining:
         second.restore(first.state())
         second.advance(150)
         assert torch.equal(whole.losses, second.losses)
+        assert torch.equal(whole.changes, second.changes)
         for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
             assert torch.equal(a, b)
 

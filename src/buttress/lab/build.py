@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from buttress import param_groups, parse, replace_
-from buttress.lab.config import ConfigError, Run
+from buttress import Structure, param_groups, parse, replace_
+from buttress.lab.config import ConfigError, Layers, Run
 from buttress.lab.data import Task
 from buttress.lab.models import MLP, ViT
 
@@ -41,9 +41,19 @@ def model_of(run: Run, task: Task, device: torch.device | str = "cpu") -> nn.Mod
     model = _plain(run, run.width, task)
     if run.structure:
         structure = parse(run.structure)
-        hidden = {"input": None, "head": None, "*": structure}
-        replace_(model, structure if run.layers == "all" else hidden, normalize=run.normalize)
+        replace_(model, plan_of(run.layers, structure), normalize=run.normalize)
     return model.to(device)
+
+
+def plan_of(layers: Layers, structure: Structure) -> Structure | dict[str, Structure | None]:
+    """Which layers become what."""
+    match layers:
+        case "all":
+            return structure
+        case "hidden":
+            return {"input": None, "head": None, "*": structure}
+        case "ffn":
+            return {"blocks.*.up": structure, "blocks.*.down": structure, "*": None}
 
 
 def _plain(run: Run, width: int, task: Task) -> nn.Module:

@@ -17,12 +17,12 @@ class ConfigError(ButtressError, ValueError):
     """A run that cannot be made, or a field that does not exist."""
 
 
-Layers = Literal["all", "hidden"]
+Layers = Literal["all", "hidden", "ffn"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["float32", "tf32", "bfloat16"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "layers": ("all", "hidden"),
+    "layers": ("all", "hidden", "ffn"),
     "schedule": ("cosine", "constant"),
     "precision": ("float32", "tf32", "bfloat16"),
     "optimizer": ("adam", "adamw", "sgd"),
@@ -41,7 +41,7 @@ class Run:
     structure: str = ""
     """As `parse` reads it; empty leaves the model dense."""
     layers: Layers = "all"
-    """Which linear layers are structured: all but the head, or the input layer neither."""
+    """Which linear layers are structured: all but the head; the input layer neither; or those of the FFNs alone."""
     aware: bool = True
     """Structure-aware learning rates; off, every factor gets the dense layer's."""
     normalize: bool = False
@@ -60,6 +60,8 @@ class Run:
     mixup: float = 0.0
     """Both parameters of the Beta distribution that mixes neighbours in a batch; 0 mixes nothing."""
     precision: Precision = "float32"
+    probe: bool = False
+    """Measure by how much each step changes the last block's output."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -134,6 +134,33 @@ def landscape(records: Iterable[Record], metric: Metric = "train_error") -> Figu
     return figure
 
 
+def feature_updates(
+    records: Iterable[Record], published: Mapping[str, Mapping[str, Mapping[int, float]]] | None = None
+) -> Figure | None:
+    """By how much a step changes the last block's output, against width: flat if the rates are right."""
+    lines: dict[tuple[str, bool], dict[int, float]] = defaultdict(dict)
+    for r in records:
+        if "feature_update" in r.results:
+            lines[r.run.structure or "dense", r.run.aware][r.run.width] = r.results["feature_update"]
+    if not lines:
+        return None
+    figure, panel = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    colours = {name: f"C{i}" for i, name in enumerate(_ordered(name for name, _ in lines))}
+    for (name, aware), line in sorted(
+        lines.items(), key=lambda item: (_ordered(colours).index(item[0][0]), not item[0][1])
+    ):
+        ordered = sorted(line.items())
+        text = name + ("" if aware else ", naive rates")
+        panel.plot(*zip(*ordered, strict=True), "o-" if aware else "o--", color=colours[name], ms=4, label=text)
+        there = (published or {}).get("aware" if aware else "naive", {}).get(name)
+        if there:
+            panel.plot(list(there), list(there.values()), "o", mfc="none", color=colours[name], ms=7, alpha=0.6)
+    panel.set(xscale="log", yscale="log", xlabel="width", ylabel="RMS change of features per step")
+    panel.grid(alpha=0.3, which="both")
+    panel.legend(frameon=False, fontsize=8, title="hollow: published" if published else None)
+    return figure
+
+
 def curves(records: Iterable[Record]) -> Figure:
     """Training error against step, one line a run."""
     figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")

@@ -78,11 +78,15 @@ def _experiment(setting: Run, records: Sequence[Record]) -> str:
     out = [
         f"<h2>{escape(setting.task)}, {escape(setting.model)}</h2>\n<p class='soft'>{escape(_described(setting))}</p>\n"
     ]
+    ours = setting.task == "cifar10" and setting.model == "mlp"
     tuned = figures.landscape(done)
-    if tuned is not None:
+    moved = figures.feature_updates(done, published.FEATURE_UPDATES if ours else None)
+    if moved is not None:
+        text = "How much one step changes the last block's output, over the run; flat where the rates fit the width."
+        out.append("<h3>Feature updates</h3>" + _figure(moved, text))
+    elif tuned is not None:
         out.append("<h3>Learning rates</h3>" + _figure(tuned, "Error against learning rate; a star marks the best."))
     else:
-        ours = setting.task == "cifar10" and setting.model == "mlp"
         for metric, there in (("train_error", published.TRAIN_ERROR), ("test_error", published.TEST_ERROR)):
             out.append(_scaling(done, metric, there if ours else None))  # type: ignore[arg-type]
         bars = figures.exponents(done, published=published.EXPONENTS if ours else None)

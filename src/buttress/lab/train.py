@@ -79,6 +79,8 @@ class Trainer:
         self.shares = _shares(run, device)
         self.places = torch.arange(min(run.batch, len(self.order)), device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.changes = torch.zeros(run.steps, device=device)
+        self.probe = Probe(self.model, task, device) if run.probe else None
 
     def advance(self, until: int) -> None:
         """Train up to, but not including, step `until`."""
@@ -138,6 +140,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         at = self.cursor.view(1)
+        if self.probe is not None:
+            self.changes.index_copy_(0, at, self.probe.change().view(1))
         self.losses.index_copy_(0, at, loss.detach().view(1))
         self.errors.index_copy_(0, at, error.view(1))
         self.cursor += 1
@@ -167,6 +171,7 @@ class Trainer:
             "order": self.order,
             "losses": self.losses,
             "errors": self.errors,
+            "changes": self.changes,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -175,9 +180,11 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"].cpu())
-        for name in ("order", "losses", "errors"):
+        for name in ("order", "losses", "errors", "changes"):
             getattr(self, name).copy_(state[name])
         self.cursor.fill_(self.step)
+        if self.probe is not None:
+            self.probe.change()
         self.graph = None
 
     def blame(self, state: dict[str, Any]) -> Diverged:
@@ -215,6 +222,34 @@ class Trainer:
         if wrong:
             return f"the first output that is not finite is that of {wrong[0]}"
         return "" if loss.isfinite() else "every layer's output is finite, but not the loss of the logits"
+
+
+class Probe:
+    """A fixed batch of test examples, and what the last block made of it before the last step."""
+
+    COUNT = 1024
+
+    def __init__(self, model: nn.Module, task: Task, device: torch.device) -> None:
+        self.model = model
+        self.x = next(task.test(self.COUNT))[0]
+        self.made = torch.zeros((), device=device)
+        model.get_submodule("blocks").register_forward_hook(self._keep)
+        self.before = self._features().clone()
+
+    def _keep(self, module: nn.Module, given: object, made: Tensor) -> None:
+        self.made = made.detach()
+
+    @torch.no_grad()
+    def _features(self) -> Tensor:
+        self.model(self.x)
+        return self.made.flatten(1).float()
+
+    def change(self) -> Tensor:
+        """Mean over the batch of the distance from the features before, over the square root of their number."""
+        now = self._features()
+        moved = (now - self.before).square().mean(1).sqrt().mean()
+        self.before.copy_(now)
+        return moved
 
 
 WARM = 3
@@ -367,6 +402,8 @@ def _record(trainer: Trainer, seconds: float) -> Record:
         "seconds": seconds,
         "examples_per_second": run.steps * run.batch / max(seconds, 1e-9),
     }
+    if run.probe:
+        results["feature_update"] = trainer.changes.mean().item()
     edges = sorted({round(i * run.steps / POINTS) for i in range(1, POINTS + 1)} - {0})
     starts = [0, *edges[:-1]]
     curve = tuple(

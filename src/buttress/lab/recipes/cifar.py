@@ -68,6 +68,52 @@ def learning_rates() -> Iterator[Run]:
 
 
 @recipe
+def feature_updates() -> Iterator[Run]:
+    """How much a step changes the features, against width, structure-aware and naive: figure 2a.
+
+    500 steps at a constant rate. Aware curves are flat, the naive ones of BTT and Kronecker fall.
+    """
+    start = replace(MLP, depth=2, bias=False, steps=500, schedule="constant", probe=True)
+    for width in (16, 64, 256, 1024, 4096):
+        yield replace(start, width=width)
+        for structure in ("btt", "kronecker", "monarch(blocks=16)", "low_rank"):
+            for aware in (True, False):
+                yield replace(start, width=width, structure=structure, aware=aware)
+
+
+@recipe
+def ranks() -> Iterator[Run]:
+    """BTT of several ranks and Monarch of several block counts against MACs and width: figures 5 and 6."""
+    for structure in ("btt", "btt(rank=2)", "btt(rank=4)", "btt(rank=8)", "monarch", "monarch(blocks=16)"):
+        for width in (128, 256, 512, 1024):
+            yield replace(MLP, structure=structure, width=width)
+
+
+@recipe
+def cores() -> Iterator[Run]:
+    """BTT of two, three and four cores against MACs: the appendix's figure."""
+    for structure in ("btt", "btt(cores=3)", "btt(cores=4)"):
+        for width in (256, 1024, 4096):
+            yield replace(MLP, structure=structure, width=width)
+
+
+@recipe
+def mlp_scaling_cifar100() -> Iterator[Run]:
+    """Error against MACs of the residual MLP on CIFAR-100: figure 4."""
+    for run in mlp_scaling():
+        yield replace(run, task="cifar100")
+
+
+@recipe
+def vit_ffn() -> Iterator[Run]:
+    """A ViT of width 1024 on CIFAR-10 with BTT in its FFN alone, against learning rate: figure 3."""
+    for lr in (1e-4, 3e-4, 1e-3, 3e-3):
+        yield replace(VIT, width=1024, lr=lr)
+        for aware in (True, False):
+            yield replace(VIT, width=1024, lr=lr, structure="btt", layers="ffn", aware=aware)
+
+
+@recipe
 def vit() -> Iterator[Run]:
     """The ViT of width 256 on CIFAR-10, dense and BTT, 200 epochs."""
     for structure in ("", "btt"):
