@@ -107,18 +107,22 @@ class Trainer:
             self.graph = graph
             graph.replay()
 
+    def _now(self, table: Tensor) -> Tensor:
+        """This step's entry. Not table[cursor], which would ask the device for a number."""
+        return table.index_select(0, self.cursor.view(1)).squeeze(0)
+
     def batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs, targets, the targets of what was mixed in, and the first ones' share, at this step."""
         index = self.order[(self.cursor % self.per_epoch) * len(self.places) + self.places]
         x, y = self.task.draw(index, self.generator)
         if not self.run.mixup:
             return x, y, y, self.shares
-        share = self.shares[self.cursor]
+        share = self._now(self.shares)
         return torch.lerp(x.roll(1, 0), x, share), y, y.roll(1, 0), share
 
     def loss(self, x: Tensor, y: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
         """The training loss, and the error as the paper counts it: of the better of the two sets of targets."""
-        with _precision(self.run, self.device):
+        with self._autocast():
             logits = self.forward(x).float()
         loss = F.cross_entropy(logits, y, label_smoothing=self.run.smoothing)
         guess = logits.detach().argmax(1)
@@ -128,8 +132,15 @@ class Trainer:
             right = torch.maximum(right, (guess == other).float().mean())
         return loss, 1 - right
 
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.precision == "bfloat16")
+
     def _update(self) -> None:
-        factor = self.schedule[self.cursor]
+        with _matmuls(self.run):
+            self._update_now()
+
+    def _update_now(self) -> None:
+        factor = self._now(self.schedule)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].copy_(rate * factor)  # on the device: a graph replays it
@@ -151,7 +162,7 @@ class Trainer:
         """Loss and error in percent on the test set, as it is."""
         self.model.eval()
         losses, wrong, count = 0.0, 0, 0
-        with _precision(self.run, self.device):
+        with _matmuls(self.run), self._autocast():
             for x, y in self.task.test(max(self.run.batch, 1000)):
                 logits = self.model(x).float()
                 losses += F.cross_entropy(logits, y, label_smoothing=self.run.smoothing, reduction="sum").item()
@@ -287,12 +298,12 @@ def _shares(run: Run, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _precision(run: Run, device: torch.device) -> Iterator[None]:
+def _matmuls(run: Run) -> Iterator[None]:
+    """Products of float32 matrices in tf32 where the run says so, backward too."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if run.precision == "float32" else "high")
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "bfloat16"):
-            yield
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
 

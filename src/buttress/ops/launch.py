@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -57,6 +57,23 @@ class Launch:
         self.compiled = self.kernel.warmup(*args, grid=(1,), **self.meta)
         self.compiled._init_handles()
         return self.compiled
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _there(function: Callable[Concatenate[Route, Tensor, P], R]) -> Callable[Concatenate[Route, Tensor, P], R]:
+    """Triton launches on the current device, which need not be the one where the tensors are."""
+
+    @wraps(function)
+    def run(route: Route, x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+            return function(route, x, *args, **kwargs)
+        with torch.cuda.device(x.device):
+            return function(route, x, *args, **kwargs)
+
+    return run
 
 
 @lru_cache(maxsize=4096)
@@ -120,6 +137,7 @@ def _stations(route: Route, x: Tensor, z: Tensor, y: Tensor) -> list[tuple[Tenso
     return [(x, route.d_in), *((z[:, start:], z.shape[1]) for start in starts), (y, route.d_out)]
 
 
+@_there
 def forward(
     route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, bias: Tensor | None, how: Forward, *, save: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -154,6 +172,7 @@ def forward(
     return y, z if save else None
 
 
+@_there
 def between(route: Route, x: Tensor, weights: Sequence[Tensor], scales: Scales, how: Forward) -> Tensor:
     """What `forward` would have saved, made anew for the backward pass."""
     z = room(route, x)
@@ -303,6 +322,7 @@ def _forward_pair(
     return True, z if save else None
 
 
+@_there
 def backward(
     route: Route, dy: Tensor, x: Tensor, z: Tensor, weights: Sequence[Tensor], scales: Scales, how: Tuning,
     *, biased: bool,
@@ -341,6 +361,7 @@ def backward(
     return dx, dws[::-1], dss[::-1], db
 
 
+@_there
 def backward_x(route: Route, dy: Tensor, x: Tensor, weights: Sequence[Tensor], scales: Scales, how: Forward) -> Tensor:
     """The gradient of x alone: the hops turned around, nothing saved."""
     dx = torch.empty_like(x)
