@@ -9,15 +9,15 @@ what lies between the factors anew in the backward pass.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu import save
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -115,16 +115,6 @@ def seconds(step: Callable[[], None]) -> float:
         torch.cuda.synchronize()
         took.append(time.perf_counter() - begin)
     return statistics.median(took)
-
-
-def save(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    part.replace(path)
 
 
 def main() -> None:

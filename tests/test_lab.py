@@ -50,7 +50,7 @@ class TestRun:
         ("settings", "match"),
         [
             (["widht=3"], "did you mean 'width'"),
-            (["zzz=3"], "there are task, model"),
+            (["zzz=3"], "there are aware, base_width"),
             (["width"], "name=value"),
             (["width=many"], "width takes a number"),
             (["width=1.5"], "width must be an integer"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from buttress import Structure, param_groups, parse, replace_
-from buttress.lab.config import ConfigError, Layers, Run
+from buttress.lab.config import ConfigError, Layers, Run, nearest
 from buttress.lab.data import Task
 from buttress.lab.models import MLP, ViT
 
@@ -58,9 +57,7 @@ def plan_of(layers: Layers, structure: Structure) -> Structure | dict[str, Struc
 
 def _plain(run: Run, width: int, task: Task) -> nn.Module:
     if run.model not in MODELS:
-        near = difflib.get_close_matches(run.model, MODELS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(MODELS)}"
-        raise ConfigError(f"no model is called {run.model!r}{hint}")
+        raise ConfigError(f"no model is called {run.model!r}{nearest(run.model, MODELS)}")
     model = MODELS[run.model](run, width, task.shape, task.classes)
     for module in model.modules():
         if isinstance(module, nn.Linear):

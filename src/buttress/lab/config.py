@@ -17,6 +17,13 @@ class ConfigError(ButtressError, ValueError):
     """A run that cannot be made, or a field that does not exist."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that does not exist: what was probably meant, or what there is."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(names)}"
+
+
 Layers = Literal["all", "hidden", "ffn"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -116,9 +123,7 @@ def _article(kind: type) -> str:
 def _known(name: str) -> None:
     names = [f.name for f in fields(Run)]
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(names)}"
-        raise ConfigError(f"a run has no field {name!r}{hint}")
+        raise ConfigError(f"a run has no field {name!r}{nearest(name, names)}")
 
 
 def with_fields(run: Run, settings: Iterable[str]) -> Run:

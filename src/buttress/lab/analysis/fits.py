@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtr  # type: ignore[import-untyped]
 
-from buttress.errors import ButtressError
+from buttress import ButtressError
 
 Against = Literal["macs", "seconds"]
 Window = tuple[float, float]

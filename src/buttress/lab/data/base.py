@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from buttress import ButtressError
+from buttress.lab.config import nearest
 
 _REGISTRY: dict[str, type[Task]] = {}
 
@@ -78,8 +78,6 @@ def tasks() -> dict[str, type[Task]]:
 def load(name: str, device: torch.device | str = "cpu", folder: Path | str | None = None) -> Task:
     """A task's data, on a device. Looks for files in `folder`, or in $BUTTRESS_DATA."""
     if name not in _REGISTRY:
-        near = difflib.get_close_matches(name, _REGISTRY, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(sorted(_REGISTRY))}"
-        raise DataError(f"no task is called {name!r}{hint}")
+        raise DataError(f"no task is called {name!r}{nearest(name, _REGISTRY)}")
     place = folder or os.environ.get("BUTTRESS_DATA")
     return _REGISTRY[name](torch.device(device), Path(place) if place else None)

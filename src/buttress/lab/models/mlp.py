@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress.errors import ShapeError
+from buttress import ShapeError
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress.errors import ShapeError
+from buttress import ShapeError
 from buttress.lab.models.mlp import Block
 
 ZERO_START = ("to_q", "to_out", "down", "head")

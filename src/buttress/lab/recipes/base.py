@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from buttress.lab.config import ConfigError, Run
+from buttress.lab.config import ConfigError, Run, nearest
 
 _REGISTRY: dict[str, Recipe] = {}
 
@@ -47,7 +46,5 @@ def recipes() -> dict[str, Recipe]:
 def find(name: str) -> Recipe:
     """A recipe by name, or an error that says which name is nearest."""
     if name not in _REGISTRY:
-        near = difflib.get_close_matches(name, _REGISTRY, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(sorted(_REGISTRY))}"
-        raise ConfigError(f"no recipe is called {name!r}{hint}")
+        raise ConfigError(f"no recipe is called {name!r}{nearest(name, _REGISTRY)}")
     return _REGISTRY[name]
