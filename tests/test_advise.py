@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,20 +38,47 @@ def row(structure: bt.Structure, width: int, tokens: int, triton: float, bmm: fl
 def test_rows_survive_the_disk_and_later_ones_win() -> None:
     first, again = row(bt.BTT(), 1024, 64, 2.0, 1.0), row(bt.BTT(), 1024, 64, 1.0, 2.0)
     other = row(bt.BTT(rank=2), 1024, 64, 1.0, 2.0)
-    path = measured.keep(CARD, [first, other])
+    measured.keep(CARD, [first, other])
     measured.keep(CARD, [again])
+    path = measured.cache() / "test_card_9000.json"
     assert list(measured.table(CARD)) == [again, other]
-    assert [p.name for p in path.parent.iterdir()] == ["test_card_9000.json"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["test_card_9000.json", "test_card_9000.lock"]
     assert json.loads(path.read_text())["device"] == CARD
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"rows": [{"structure": "btt"}]}'])
-def test_a_broken_table_is_left_alone_with_a_warning(text: str) -> None:
-    path = measured.keep(CARD, [])
-    path.write_text(text)
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"rows": [{"structure": "btt"}]}', b"\xff\xfe"])
+def test_a_broken_table_is_left_alone_with_a_warning(text: bytes) -> None:
+    measured.keep(CARD, [])
+    path = measured.cache() / "test_card_9000.json"
+    path.write_bytes(text)
     measured.table.cache_clear()
     with pytest.warns(UserWarning, match="not a table of measured speeds"):
         assert measured.table(CARD) == ()
+    measured.keep(CARD, [row(bt.BTT(), 1024, 64, 1.0, 2.0)])
+    assert len(measured.table(CARD)) == 1
+    assert path.with_suffix(".bad").read_bytes() == text, "what was in it is not lost"
+
+
+def test_rows_count_even_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BUTTRESS_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(measured, "_unkept", {})
+    with pytest.warns(UserWarning, match="could not be kept"):
+        measured.keep(CARD, [row(bt.BTT(), 1024, 64, 1.0, 2.0)])
+    assert len(measured.table(CARD)) == 1
+
+
+def test_several_writers_lose_nothing() -> None:
+    def some(start: int) -> None:
+        for tokens in range(start, start + 10):
+            measured.keep(CARD, [row(bt.BTT(), 1024, tokens, 1.0, 2.0)])
+
+    threads = [threading.Thread(target=some, args=(100 * i + 1,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(measured.table(CARD)) == 40
 
 
 def prefers(structure: bt.Structure, width: int, tokens: int, dtype: str = "torch.bfloat16") -> bool:

@@ -147,17 +147,18 @@ def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None
     """
     from buttress.ops.measure import measure
 
-    layers = {
-        (str(m.structure), m.in_features, m.out_features): m for m in model.modules() if isinstance(m, StructuredLinear)
-    }
+    layers = {}
+    for m in model.modules():
+        if isinstance(m, StructuredLinear):
+            weight = next(iter(m.factors.values()))
+            layers[str(m.structure), m.in_features, m.out_features, weight.dtype, weight.device] = m
     if not layers:
         raise ButtressError("the model has no structured layers: replace_ some first")
-    options, rows = [], []
-    for (label, d_in, d_out), layer in layers.items():
-        weight = next(iter(layer.factors.values()))
-        if weight.device.type != "cuda":
-            raise ButtressError(f"layers are calibrated on a GPU, but this model is on {weight.device}")
-        row = measure(layer.chain, label, tokens, dtype or weight.dtype, weight.device)
+    options = []
+    for (label, d_in, d_out, own, device), layer in layers.items():
+        if device.type != "cuda":
+            raise ButtressError(f"layers are calibrated on a GPU, but this model is on {device}")
+        row = measure(layer.chain, label, tokens, dtype or own, device)
         took = row.times[row.best].both
         chain = layer.chain
         share = chain.params / (d_in * d_out)
@@ -165,8 +166,7 @@ def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None
         options.append(
             Option(label, row.best, took, row.linear.both / took, chain.params, share, chain.max_rank, where)
         )
-        rows.append(row)
-    keep(torch.cuda.get_device_name(weight.device), rows)
+        keep(torch.cuda.get_device_name(device), [row])
     return options
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from buttress.chain import Chain
-from buttress.errors import ButtressError
+from buttress.errors import ButtressError, ShapeError
 from buttress.ops import bmm, measured
 from buttress.ops.hops import Hop, Places, Route, route
 from buttress.ops.tuning import TOKENS, Tuning, default
@@ -53,6 +53,13 @@ def apply(
     if not compiling and torch._C._len_torch_dispatch_stack():
         # A mode that counts operations or fakes tensors has to see some: the same products as torch.bmm.
         return bmm.apply(chain, x, factors, bias, scales, recompute)
+    if bias is not None:
+        bias = bias.contiguous()
+        if bias.shape != (chain.d_out,):
+            raise ShapeError(f"the bias must have {chain.d_out} numbers, got a tensor of shape {tuple(bias.shape)}")
+    for f, w in zip(chain.factors, factors, strict=True):
+        if w.shape != f.shape:
+            raise ShapeError(f"factor {f.name} must have the shape {f.shape}, got {tuple(w.shape)}")
     weights = [w.contiguous() for w in factors]
     gains = [s.float() for s in scales or ()]
     given = [*weights, *([] if bias is None else [bias])]
@@ -91,10 +98,9 @@ def preferred(chain: Chain, x: Tensor) -> bool:
     compiling = torch.compiler.is_compiling()
     # A compiler may leave the number of tokens open; what is worth compiling has many.
     tokens = measured.MANY if compiling else x.shape[0]
-    launched = compiling or torch.cuda.is_current_stream_capturing()
     where = x.device.index or 0
     faster: bool = measured.prefers_kernels(
-        chain.memo["signature"], str(x.dtype), where, tokens, torch.is_grad_enabled(), launched
+        chain.memo["signature"], str(x.dtype), where, tokens, torch.is_grad_enabled(), compiling
     )
     return faster
 
@@ -133,8 +139,8 @@ class _Chain(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[4:])
         save = learns and not recompute
         y, z = launch.forward(way, x, weights, scales, bias, _tuning(way, x).forward, save=save)
-        ctx.save_for_backward(x, bias, z, *given)
-        ctx.way, ctx.learns = way, learns
+        ctx.save_for_backward(x if learns else None, bias, z, *given)
+        ctx.way, ctx.learns, ctx.shape = way, learns, x.shape
         return y
 
     @staticmethod
@@ -145,11 +151,12 @@ class _Chain(torch.autograd.Function):
         way: Route = ctx.way
         wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
+            x = dy.new_zeros(ctx.shape, requires_grad=True) if x is None else x  # its value does not matter then
             return (None, None, *_twice(way, dy, (x, bias, *given), wanted))
         dy = dy.contiguous()
         weights, scales = given[: len(way.hops)], given[len(way.hops) :]
         if not ctx.learns:
-            dx = launch.backward_x(way, dy, x, weights, scales, _tuning(way, x).forward) if wanted[0] else None
+            dx = launch.backward_x(way, dy, weights, scales, _tuning(way, dy).forward) if wanted[0] else None
             return (None, None, dx, dy.sum(0) if wanted[1] else None, *(None for _ in given))
         if z is None:
             z = launch.between(way, x, weights, scales, _tuning(way, x).forward)
@@ -229,7 +236,7 @@ def _chain_backward(
 
     way = _route(tuple(numbers))
     if not learns:
-        dx = launch.backward_x(way, dy, x, weights, scales, _tuning(way, x).forward)
+        dx = launch.backward_x(way, dy, weights, scales, _tuning(way, dy).forward)
         return [dx, *([dy.sum(0)] if biased else [])]
     if z.dim() != 3:
         z = launch.between(way, x, weights, scales, _tuning(way, x).forward)
@@ -243,13 +250,15 @@ def _(
     biased: bool, learns: bool,
 ) -> list[Tensor]:  # fmt: skip
     bias = [dy.new_empty(dy.shape[1])] if biased else []
-    like = [x, *weights, *scales] if learns else [x]
-    return [*(torch.empty_like(t) for t in like), *bias]
+    if not learns:
+        return [dy.new_empty(dy.shape[0], Route.of(numbers).d_in), *bias]
+    return [*(torch.empty_like(t) for t in (x, *weights, *scales)), *bias]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weights, scales, bias, numbers, learns, _ = inputs
-    ctx.save_for_backward(x, bias, output[1], *weights, *scales)
+    ctx.save_for_backward(x if learns else None, bias, output[1], *weights, *scales)
+    ctx.shape = x.shape
     ctx.numbers, ctx.count, ctx.learns = numbers, len(weights), learns
     ctx.set_materialize_grads(False)
 
@@ -259,13 +268,14 @@ def _gradient(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     weights, scales = given[: ctx.count], given[ctx.count :]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # Of lists torch says only whether any of them is wanted.
+        x = dy.new_zeros(ctx.shape, requires_grad=True) if x is None else x
         lists = [w.requires_grad for w in weights], [s.requires_grad for s in scales]
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[3], *lists[0], *lists[1]]
         dx, db, *rest = _twice(Route.of(ctx.numbers), dy, (x, bias, *given), wanted)
         return dx, rest[: ctx.count], rest[ctx.count :], db, None, None, None
     biased = ctx.needs_input_grad[3]
     dx, *rest = torch.ops.buttress.chain_backward(
-        dy.contiguous(), x, z, weights, scales, ctx.numbers, biased, ctx.learns
+        dy.contiguous(), dy if x is None else x, z, weights, scales, ctx.numbers, biased, ctx.learns
     )
     db = rest.pop() if biased else None
     if not ctx.learns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,8 +20,8 @@ NARROW = 256
 """Longest side of a slice that a program keeps on the chip as a whole."""
 DECODE = 64
 """Most tokens for the kernel in which no program waits for another."""
-SHARED = 200 << 10
-"""Bytes of shared memory that a program may take."""
+SHARED, SPARE = 200 << 10, 24 << 10
+"""Bytes of shared memory that a program may take, or what a smaller card has, less some for the compiler."""
 LIVE, RING = 24 << 20, 2
 """Bytes of z under way between the hops of a pair, about half of an L2 cache, and in how many groups."""
 
@@ -94,13 +95,13 @@ def _up(n: int, most: int) -> int:
     return min(max(1 << (n - 1).bit_length(), 16), most)
 
 
-def _stages(wanted: int, kept: int, tile: int, scratch: int) -> int:
+def _stages(device: torch.device, wanted: int, kept: int, tile: int, scratch: int) -> int:
     """Tiles under way at a time, of so many bytes each: as many as shared memory has room for."""
-    return max(1, min(wanted, (SHARED - kept - scratch) // tile))
+    return max(1, min(wanted, (_card(device).room - kept - scratch) // tile))
 
 
 def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
+    return "ieee" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32" else "tf32"
 
 
 def _ends(hop: Hop) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -112,13 +113,29 @@ def _ends(hop: Hop) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return told(hop.source, hop.aligned[0]), told(hop.target, hop.aligned[1])
 
 
+@dataclass(frozen=True)
+class Card:
+    """Multiprocessors, what each has, and the shared memory that one program may have."""
+
+    processors: int = 1
+    registers: int = 1 << 16
+    memory: int = 1 << 18
+    threads: int = 2048
+    room: int = SHARED
+
+
 @lru_cache(maxsize=16)
-def _card(device: torch.device) -> tuple[int, int, int]:
-    """Multiprocessors, and registers and shared memory of each."""
+def _card(device: torch.device) -> Card:
     if device.type != "cuda":
-        return 1, 1 << 16, 1 << 17
-    card: Any = torch.cuda.get_device_properties(device)
-    return card.multi_processor_count, card.regs_per_multiprocessor, card.shared_memory_per_multiprocessor
+        return Card()
+    p: Any = torch.cuda.get_device_properties(device)
+    return Card(
+        p.multi_processor_count,
+        p.regs_per_multiprocessor,
+        p.shared_memory_per_multiprocessor,
+        p.max_threads_per_multi_processor,
+        min(SHARED, p.shared_memory_per_block_optin - SPARE),
+    )
 
 
 def _lanes(programs: int, wanted: int, tiles: int) -> int:
@@ -149,7 +166,8 @@ def forward(
         _decode(route, x, weights, scales, bias, y)
         return y, None
     # What fits on the card at once was worked out for aligned tensors, as nearly all are.
-    if how.fuse and _narrow(route) and not any(t.data_ptr() % 16 for t in (x, *weights)):
+    given = (x, *weights, *scales, *(() if bias is None else (bias,)))
+    if how.fuse and _narrow(route) and not any(t.data_ptr() % 16 for t in given):
         done, z = _forward_pair(route, x, weights, scales, bias, y, how, save)
         if done:
             return y, z
@@ -210,7 +228,7 @@ def _forward_plan(
         "K": inputs, "J": outputs, "FROM": take, "TO": make, "T": TOKENS, "BK": bk, "BJ": bj, "ONCE": once,
         "FLIPPED": flipped, "SOURCE_FAST": fast[0], "TARGET_FAST": fast[1], "SCALED": scaled, "BIASED": biased,
         "P": precision, "num_warps": how.warps,
-        "num_stages": _stages(how.stages, bk * bj * itemsize, tile, bj * TOKENS * itemsize),
+        "num_stages": _stages(device, how.stages, bk * bj * itemsize, tile, bj * TOKENS * itemsize),
     }  # fmt: skip
     return _table(hop, device, flipped), hop.blocks * _cdiv(outputs, bj), Launch(kernels.forward, meta)
 
@@ -225,7 +243,7 @@ def _forward(
         scale is not None, bias is not None, _precision(weight),
     )  # fmt: skip
     tokens, tiles = _tokens(source, target, source_fast, target_fast)
-    lanes = _lanes(programs, how.programs * _card(weight.device)[0], tiles)
+    lanes = _lanes(programs, how.programs * _card(weight.device).processors, tiles)
     launch(
         programs * lanes, source[0], weight, weight if scale is None else scale, weight if bias is None else bias,
         target[0], table, tokens, tiles, lanes, source[1], target[1], hop.blocks,
@@ -267,7 +285,7 @@ def _pair_plan(
         bk = _up(hop.source.size, NARROW)
         bj = _up(hop.target.size, max(16, min(how.out, 65536 // (bk * itemsize))))
         blocks += [bk, bj]
-        stages = _stages(stages, bk * bj * itemsize, bk * TOKENS * itemsize, bj * TOKENS * itemsize)
+        stages = _stages(device, stages, bk * bj * itemsize, bk * TOKENS * itemsize, bj * TOKENS * itemsize)
         programs += hop.blocks * _cdiv(hop.target.size, bj)
     meta: dict[str, Any] = {
         **_pair_ends(route), **dict(zip(("BK1", "BJ1", "BK2", "BJ2"), blocks, strict=True)),
@@ -278,7 +296,7 @@ def _pair_plan(
     if device.type != "cuda":
         return tables, programs, programs * 2, Launch(kernels.forward_pair, meta)
     meta["launch_cooperative_grid"] = True
-    processors, registers, memory = _card(device)
+    card = _card(device)
     some = torch.empty(16, dtype=dtype, device=device)
     scale = torch.empty(16, dtype=torch.float32, device=device) if scaled else some
     sizes = (route.d_in, route.rows[0], route.d_out, *(hop.blocks for hop in route.hops))
@@ -287,9 +305,9 @@ def _pair_plan(
         some, some, scale, tables[0], some, some, scale, some, tables[1], some, tables[0], *(2,) * 7, *sizes
     )
     threads = 32 * how.warps
-    by_registers = registers // (-(-compiled.n_regs // 8) * 8 * threads)
-    by_memory = memory // (compiled.metadata.shared + 1024)  # a program costs 1 KiB of its own
-    return tables, programs, processors * min(by_registers, by_memory, 2048 // threads), launch
+    by_registers = card.registers // (-(-compiled.n_regs // 8) * 8 * threads)
+    by_memory = card.memory // (compiled.metadata.shared + 1024)  # a program costs 1 KiB of its own
+    return tables, programs, card.processors * min(by_registers, by_memory, card.threads // threads), launch
 
 
 def _forward_pair(
@@ -362,11 +380,11 @@ def backward(
 
 
 @_there
-def backward_x(route: Route, dy: Tensor, x: Tensor, weights: Sequence[Tensor], scales: Scales, how: Forward) -> Tensor:
+def backward_x(route: Route, dy: Tensor, weights: Sequence[Tensor], scales: Scales, how: Forward) -> Tensor:
     """The gradient of x alone: the hops turned around, nothing saved."""
-    dx = torch.empty_like(x)
-    if x.shape[0]:
-        stations = _stations(route, dx, room(route, x), dy)
+    dx = dy.new_empty(dy.shape[0], route.d_in)
+    if dy.shape[0]:
+        stations = _stations(route, dx, room(route, dy), dy)
         for i in reversed(range(len(route.hops))):
             scale = scales[i] if scales else None
             inner = i < len(route.hops) - 1
@@ -400,7 +418,7 @@ def _backward_plan(
         "SOURCE_FAST": fast[0], "TARGET_FAST": fast[1], "BACK": whole, "SCALED": scaled, "BIASED": biased,
         "P": precision, "num_warps": back.warps,
         "num_stages": _stages(
-            back.stages, bk * bj * itemsize, (bk + bj) * TOKENS * itemsize, max(bk, bj) * TOKENS * itemsize
+            device, back.stages, bk * bj * itemsize, (bk + bj) * TOKENS * itemsize, max(bk, bj) * TOKENS * itemsize
         ),
     }  # fmt: skip
     parts = _cdiv(hop.source.size, bk) * (1 if whole else _cdiv(hop.target.size, bj))
@@ -420,7 +438,7 @@ def _backward(
         # Too many outputs to have them all at once: the source's gradient by itself, as a hop turned around.
         _forward(hop, grad, weight, scale, None, out, target_fast, source_fast, how.forward, flipped=True)
     tokens, tiles = _tokens(source, grad, source_fast, target_fast)
-    lanes = _lanes(programs, how.backward.programs * _card(weight.device)[0], tiles)
+    lanes = _lanes(programs, how.backward.programs * _card(weight.device).processors, tiles)
     parts = weight.new_empty(lanes, hop.blocks, hop.target.size, hop.source.size, dtype=torch.float32)
     db = weight.new_empty(lanes, grad[1], dtype=torch.float32) if biased else None
     launch(

@@ -104,9 +104,14 @@ def measure(
         way = fused.prepare(chain)
         best = None
         if way is not None and fused.TRITON and device.type == "cuda":
-            best = tune(chain, x, factors)
-            with fused.tuned(best):
-                found["triton"] = times(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
+            from triton.runtime.errors import OutOfResources
+
+            try:
+                best = tune(chain, x, factors)
+                with fused.tuned(best):
+                    found["triton"] = times(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
+            except OutOfResources:
+                best = None  # a small card: torch.bmm it is
     signature = None if way is None else way.signature
     return Row(label, chain.d_in, chain.d_out, tokens, str(dtype), signature, linear, found, best)
 

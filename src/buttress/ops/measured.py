@@ -10,12 +10,15 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from math import inf, log2
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -76,6 +79,10 @@ class Row:
         if signature:
             sizes, scattered = signature
             signature = tuple((a, b, c) for a, b, c in sizes), bool(scattered)
+            if not all(isinstance(n, int) and n > 0 for hop in signature[0] for n in hop):
+                raise ValueError(f"sizes must be positive: {sizes}")
+        if "bmm" not in data["times"]:
+            raise KeyError("bmm")
         return cls(
             **{k: data[k] for k in ("structure", "d_in", "d_out", "tokens", "dtype")},
             signature=signature,
@@ -100,10 +107,19 @@ def _slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
-def _rows(text: str, source: object) -> list[Row]:
+def _parsed(file: Path | Traversable) -> list[Row]:
+    if not file.is_file():
+        return []
+    return [Row.from_json(row) for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+
+
+def _rows(find: Callable[[], Path | Traversable]) -> list[Row]:
+    """The rows of a table, none where there is no file, or where it is not one: speed is not worth a crash."""
+    source: object = "the user's cache"
     try:
-        return [Row.from_json(row) for row in json.loads(text)["rows"]]
-    except (ValueError, KeyError, TypeError) as error:
+        source = file = find()
+        return _parsed(file)
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"{source} is not a table of measured speeds, so it is left alone: {error!r}", stacklevel=3)
         return []
 
@@ -111,25 +127,57 @@ def _rows(text: str, source: object) -> list[Row]:
 @lru_cache(maxsize=8)
 def table(device: str) -> tuple[Row, ...]:
     """What is known about a card by that name: the rows that come with the package, and the user's own."""
-    found: dict[Any, Row] = {}
-    shipped = resources.files("buttress.ops").joinpath("tables", f"{_slug(device)}.json")
-    own = cache() / f"{_slug(device)}.json"
-    for source in (shipped, own):
-        if source.is_file():
-            found |= {row.key: row for row in _rows(source.read_text(encoding="utf-8"), source)}
-    return tuple(found.values())
+    name = f"{_slug(device)}.json"
+    shipped = _rows(lambda: resources.files("buttress.ops").joinpath("tables", name))
+    own = _rows(lambda: cache() / name)
+    return tuple({row.key: row for row in (*shipped, *own, *_unkept.get(device, ()))}.values())
 
 
-def keep(device: str, rows: Iterable[Row]) -> Path:
-    """Add rows to the user's table of a card, whole or not at all; later ones replace earlier ones."""
-    path = cache() / f"{_slug(device)}.json"
-    old = _rows(path.read_text(encoding="utf-8"), path) if path.is_file() else []
-    merged = {row.key: row for row in (*old, *rows)}
-    write(path, device, merged.values())
+_unkept: dict[str, list[Row]] = {}
+"""Rows that could not be written; they count while this process lives."""
+
+
+def keep(device: str, rows: Iterable[Row]) -> None:
+    """Add rows to the user's table of a card, whole or not at all; later ones replace earlier ones.
+
+    Several processes may do so at once. Where nothing can be written, the rows count in this process alone.
+    """
+    fresh = list(rows)
+    try:
+        path = cache() / f"{_slug(device)}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            old, sound = _old(path)
+            if not sound:
+                path.replace(path.with_suffix(".bad"))
+            write(path, device, {row.key: row for row in (*old, *fresh)}.values())
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"measured speeds could not be kept, and count in this process alone: {error!r}", stacklevel=2)
+        _unkept.setdefault(device, []).extend(fresh)
     table.cache_clear()
     prefers_kernels_cached.cache_clear()
     tuning.cache_clear()
-    return path
+
+
+def _old(path: Path) -> tuple[list[Row], bool]:
+    """What a table held, and whether it was one."""
+    try:
+        return _parsed(path), True
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [], False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time, where the system has such locks; they end with the process."""
+    with path.open("w") as file:
+        try:
+            import fcntl
+        except ImportError:
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write(path: Path, device: str, rows: Iterable[Row]) -> None:
@@ -137,9 +185,10 @@ def write(path: Path, device: str, rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"device": device, "torch": torch.__version__}
     lines = ",\n".join(json.dumps(row.as_json()) for row in rows)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(f'{{{json.dumps(head)[1:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
-    part.replace(path)
+    with NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
+        part.write(f'{{{json.dumps(head)[1:-1]}, "rows": [\n{lines}\n]}}\n')
+    Path(part.name).chmod(0o644)
+    Path(part.name).replace(path)
 
 
 @lru_cache(maxsize=16)
