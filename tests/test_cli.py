@@ -105,6 +105,9 @@ class TestCommands:
             (("report", "/nowhere"), 2, "there are no records"),
             (("inspect", "btt(rank=0)"), 2, "rank"),
             (("nonsense",), 2, "No such command"),
+            (("train", "task=[/x]"), 2, "no task is called '[/x]'"),
+            (("train", "--device", "abacus"), 2, "no device"),
+            (("check", "btt", "--widths", "a,b"), 2, "at least two widths"),
         ],
     )
     def test_wrong_questions(self, arguments: tuple[str, ...], code: int, says: str, tmp_path: Path) -> None:
@@ -182,6 +185,10 @@ class TestReport:
     def test_commands_repeat_the_run(self) -> None:
         made = Run(structure="btt(rank=2)", width=128, aware=False, lr=1e-4)
         assert command(made) == 'buttress train width=128 structure="btt(rank=2)" aware=False lr=0.0001'
+
+    def test_of_several_rates_the_best_counts(self) -> None:
+        lines = figures.points([record("btt", 64, 10.0, lr=1e-3), record("btt", 64, 60.0, lr=1e-1)])
+        assert [p.error for p in lines["btt"]] == [10.0]
 
     def test_seeds_are_averaged(self) -> None:
         lines = figures.points([record("btt", 64, 10.0, seed=0), record("btt", 64, 20.0, seed=1)])

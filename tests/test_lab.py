@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ class TestRun:
             (["width=0"], "width must be at least 1"),
             (["schedule=linear"], "one of cosine, constant"),
             (["lr=0"], "lr must be above 0"),
+            (["lr=1e400"], "lr must be above 0 and finite"),
+            (["mixup=-1"], "mixup must lie between 0"),
+            (["smoothing=2"], "smoothing must lie between 0 and 1"),
+            (["seed=99999999999999999999"], "seed must lie between"),
         ],
     )
     def test_wrong_settings(self, settings: list[str], match: str) -> None:
@@ -347,6 +352,27 @@ class TestTraining:
         with pytest.raises(bt.ButtressError, match="belongs to another run"):
             train(run, store=store, device="cpu")
 
+    def test_a_run_stays_on_its_kind_of_device(self) -> None:
+        trainer = Trainer(SMALL, load("digits"), torch.device("cpu"))
+        with pytest.raises(bt.ButtressError, match="begun on cuda and cannot go on on cpu"):
+            trainer.restore(trainer.state() | {"device": "cuda"})
+        with pytest.raises(ConfigError, match="no device"):
+            train(SMALL, device="abacus")
+
+    def test_one_process_at_a_time(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        with store.lock(SMALL) as mine:
+            assert mine
+            with pytest.raises(bt.ButtressError, match="another process is training this run"):
+                train(SMALL, store=store, device="cpu")
+
+    def test_a_broken_checkpoint_says_what_to_do(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        store.place(SMALL).mkdir(parents=True)
+        (store.place(SMALL) / "checkpoint.pt").write_bytes(b"nonsense")
+        with pytest.raises(bt.ButtressError, match="remove it to begin this run anew"):
+            train(SMALL, store=store, device="cpu")
+
     def test_a_broken_record_says_what_to_do(self, tmp_path: Path) -> None:
         store, run = Store(tmp_path), SMALL
         store.place(run).mkdir(parents=True)
@@ -391,6 +417,28 @@ class TestSweep:
         assert [r.status for r in records] == ["done", "failed", "done"]
         assert "status 7" in records[1].error
         assert "struck by lightning" in records[1].error
+
+    def test_trouble_in_a_thread_is_not_swallowed(self, tmp_path: Path) -> None:
+        def listen(news: News) -> None:
+            raise RuntimeError("the listener fell over")
+
+        with pytest.raises(RuntimeError, match="fell over"):
+            sweep([replace(SMALL, steps=20)], Store(tmp_path), device="cpu", listen=listen)
+
+    def test_a_killed_sweep_leaves_nothing_running_and_goes_on(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "buttress.lab.cli", "sweep", "digits", "steps=3000", "width=16", "--runs"]
+        command += [str(tmp_path), "--device", "cpu", "--workers", "2"]
+        victim = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*/log.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        victim.kill()
+        victim.wait()
+        time.sleep(2)
+        with suppress(FileNotFoundError):
+            left = subprocess.run(["pgrep", "-f", f"buttress.lab.sweep {tmp_path}"], capture_output=True, check=False)
+            assert left.stdout == b"", "workers went on without their sweep"
+        assert not [r for r in Store(tmp_path) if r.status == "failed"]
 
 
 class TestRecipes:

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
 import buttress as bt
-from buttress.lab.config import Run, with_fields
+from buttress.lab.config import ConfigError, Run, with_fields
 from buttress.lab.data import load
 from buttress.lab.logs import Lines, Log, Several, TensorBoard, WeightsAndBiases
 from buttress.lab.recipes import find, recipes
@@ -154,7 +155,7 @@ def train(
     if wandb:
         logs.append(WeightsAndBiases(wandb, run.key, json.loads(run.to_json())))
     with _bars() as bars:
-        bar = bars.add_task(_name(run), total=run.steps, note="")
+        bar = bars.add_task(escape(_name(run)), total=run.steps, note="")
 
         def watch(progress: Progress) -> None:
             _show(bars, bar, progress)
@@ -173,7 +174,7 @@ def sweep(
     runs: Runs = Path("runs"),
     data: Data = None,
     device: Device = None,
-    workers: Annotated[int, typer.Option(help="Runs at a time: several small ones share a GPU well.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time: several small ones share a GPU well.")] = 1,
     compiled: Compiled = False,
     as_json: Json = False,
 ) -> None:
@@ -192,10 +193,11 @@ def sweep(
                 if key in under_way:
                     bars.remove_task(under_way.pop(key))
                 if news.record.status == "failed":
-                    bars.console.print(f"[red]failed[/]: {_name(news.run)}: {news.record.error}", highlight=False)
+                    text = escape(f"{_name(news.run)}: {news.record.error}")
+                    bars.console.print(f"[red]failed[/]: {text}", highlight=False)
                 bars.advance(whole)
             elif news.progress is None:
-                under_way[key] = bars.add_task(_name(news.run), total=news.run.steps, note="")
+                under_way[key] = bars.add_task(escape(_name(news.run)), total=news.run.steps, note="")
             else:
                 _show(bars, under_way[key], news.progress)
 
@@ -203,7 +205,7 @@ def sweep(
             wanted, Store(runs), workers=workers, device=device, data=data, compiled=compiled, listen=listen
         )
     _results(records, as_json)
-    failed = sum(record.status == "failed" for record in records)
+    failed = len(set(wanted)) - sum(record.status == "done" for record in records)
     if failed:
         console.print(f"{failed} of {len(wanted)} runs failed; the same command tries them again")
         raise typer.Exit(1)
@@ -280,6 +282,11 @@ def check(
     from buttress.lab.build import model_of
     from buttress.lab.diagnostics import coordinate_check
 
+    sizes = [int(w) for w in widths.split(",") if w.strip().isdecimal()]
+    if len(sizes) < 2 or len(sizes) != len(widths.split(",")) or steps < 1:
+        raise ConfigError(
+            f"give at least two widths, such as 32,64,128, and a step or more; got {widths!r} and {steps}"
+        )
     task = load("digits")
     run = Run(structure=structure, depth=2, base_width=64)
     generator = torch.Generator().manual_seed(0)
@@ -287,7 +294,7 @@ def check(
     batches = [task.draw(i, generator) for i in index]
     found = coordinate_check(
         lambda width: model_of(with_fields(run, [f"width={width}"]), task),
-        [int(w) for w in widths.split(",")],
+        sizes,
         lambda step: batches[step],
         lr=1e-2,
         steps=steps,
@@ -339,8 +346,8 @@ def main() -> None:
     """Exit codes: 0 all went well, 1 something failed, 2 the question was wrong."""
     try:
         app()
-    except bt.ButtressError as error:
-        console.print(f"[red]error[/]: {error}", highlight=False)
+    except (bt.ButtressError, OSError) as error:
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
         sys.exit(1 if isinstance(error, ArithmeticError) else 2)
 
 

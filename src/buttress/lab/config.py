@@ -85,8 +85,11 @@ class Run:
         for name in ("width", "depth", "batch", "steps", "base_width"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.lr > 0:
-            raise ConfigError(f"lr must be above 0, got {self.lr}")
+        if not 0 < self.lr < float("inf"):
+            raise ConfigError(f"lr must be above 0 and finite, got {self.lr}")
+        for name, low, high in (("mixup", 0, 1e6), ("smoothing", 0, 1), ("weight_decay", 0, 1e6), ("seed", 0, 2**62)):
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"{name} must lie between {low:g} and {high:g}, got {getattr(self, name)}")
         if self.structure:
             # One text for one structure, whatever way it was written.
             object.__setattr__(self, "structure", str(parse(self.structure)))

@@ -26,20 +26,25 @@ NAMES = {"train_error": "train error", "test_error": "test error", "macs": "MACs
 
 def label(record: Record) -> str:
     """What tells a run's line from the others."""
-    return (record.run.structure or "dense") + ("" if record.run.aware else ", naive rates")
+    run = record.run
+    more = ("" if run.aware else ", naive rates") + (", normalised" if run.normalize else "")
+    return (run.structure or "dense") + ("" if run.layers == "all" else f", {run.layers}") + more
 
 
 def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[str, list[Point]]:
-    """Points of each line, by MACs; of several seeds, their mean."""
-    found: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    """Points of each line, by MACs: the mean over seeds, and of several learning rates the best, as in the paper."""
+    found: dict[tuple[str, int], dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if record.status == "done":
-            found[label(record), record.macs].append(record)
+            found[label(record), record.macs][record.run.lr].append(record)
+
+    def mean(same: Sequence[Record], what: str) -> float:
+        return sum(r.results[what] for r in same) / len(same)
+
     lines: dict[str, list[Point]] = defaultdict(list)
-    for (name, macs), same in sorted(found.items()):
-        error = sum(r.results[metric] for r in same) / len(same)
-        seconds = sum(r.results["seconds"] for r in same) / len(same)
-        lines[name].append(Point(macs, error, seconds, f"width {same[0].run.width}"))
+    for (name, macs), rates in sorted(found.items()):
+        same = min(rates.values(), key=lambda records: mean(records, metric))
+        lines[name].append(Point(macs, mean(same, metric), mean(same, "seconds"), f"width {same[0].run.width}"))
     return {name: lines[name] for name in _ordered(lines)}
 
 
@@ -69,8 +74,9 @@ def scaling(
             ends = law.window
             text += f"  ({law.exponent:.3f} ± {law.exponent_error:.3f})"
             panel.plot(ends, [law.predict(x) for x in ends], "-", color=colour, lw=1.2, label=text)
-        if published and name in published and against == "macs":
-            there = published[name]
+        structure = name.partition(",")[0]
+        if published and structure in published and "naive" not in name and against == "macs":
+            there = published[structure]
             panel.plot([x for x, _ in there], [y for _, y in there], "o", mfc="none", color=colour, ms=6, alpha=0.6)
     panel.set(xscale="log", yscale="log", xlabel=NAMES[against], ylabel=f"{NAMES[metric]} (%)")
     _plain_ticks(panel)
@@ -97,8 +103,8 @@ def exponents(
     for i, (name, law) in enumerate(laws.items()):
         low, high = law.exponent - law.low, law.high - law.exponent
         panel.bar(i - 0.2, law.exponent, 0.36, yerr=[[max(low, 0)], [max(high, 0)]], color=f"C{i}", capsize=3)
-        if published and name in published:
-            value, error = published[name]
+        if published and name.partition(",")[0] in published and "naive" not in name:
+            value, error = published[name.partition(",")[0]]
             panel.bar(i + 0.2, value, 0.36, yerr=error, color="none", edgecolor=f"C{i}", capsize=3, hatch="//")
     panel.set_xticks(range(len(laws)), list(laws), rotation=20, ha="right")
     panel.set_ylabel("exponent" + (" (hatched: published)" if published else ""))

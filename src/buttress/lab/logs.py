@@ -39,7 +39,8 @@ class Lines(Log):
 
 def _whole(path: Path) -> list[str]:
     """Lines of a log but for one that a killed process left unfinished."""
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [line for line in lines if line.startswith("{") and line.endswith("}\n")]
 
 
 class TensorBoard(Log):

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -78,6 +79,23 @@ class Store:
         path = self.place(record.run) / "record.json"
         write_text(path, record.to_json() + "\n")
         return path
+
+    @contextmanager
+    def lock(self, run: Run) -> Iterator[bool]:
+        """Whether this process may work on a run; another that does holds the lock until it ends, however that is."""
+        place = self.place(run)
+        place.mkdir(parents=True, exist_ok=True)
+        with (place / "lock").open("w") as file:
+            try:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except ImportError:
+                pass  # no such locks on this system
+            except BlockingIOError:
+                yield False
+                return
+            yield True
 
     def __iter__(self) -> Iterator[Record]:
         for path in sorted(self.folder.glob("*/record.json")):

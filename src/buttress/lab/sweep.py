@@ -66,18 +66,38 @@ def sweep(
             tell(News(run, record=known))
     count = max(1, min(workers, todo.qsize()))
 
-    def start() -> _Worker:
-        return _Worker(store, device, data, compiled, count)
+    alive: list[_Worker] = []
+    troubles: list[BaseException] = []
+    stopping = threading.Event()
 
-    threads = [
-        threading.Thread(target=_serve, args=(todo, store, start, tell), daemon=True)
-        for _ in range(count if todo.qsize() else 0)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.2)  # in pieces, so that Ctrl-C is heard
+    def start() -> _Worker:
+        alive.append(_Worker(store, device, data, compiled, count))
+        return alive[-1]
+
+    def serve() -> None:
+        try:
+            _serve(todo, store, start, tell, stopping)
+        except BaseException as trouble:
+            troubles.append(trouble)
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(count if todo.qsize() else 0)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)  # in pieces, so that Ctrl-C is heard
+    finally:
+        # Nothing is started any more, and nothing is left behind.
+        stopping.set()
+        for worker in alive:
+            worker.process.kill()
+        for thread in threads:
+            thread.join()
+        for worker in alive:
+            worker.close()
+    if troubles:
+        raise troubles[0]
     records = (store.get(run) for run in wanted)
     return [record for record in records if record is not None]
 
@@ -110,8 +130,11 @@ class _Worker:
         """Have a run trained; False if the process died over it."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(run.to_json() + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(run.to_json() + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
         for line in self.process.stdout:
             message = json.loads(line)
             if "progress" not in message:
@@ -133,10 +156,12 @@ class _Worker:
         return f"the worker died with status {self.process.returncode}: " + " | ".join(self.errors)
 
 
-def _serve(todo: Queue[Run], store: Store, start: Callable[[], _Worker], tell: Listener) -> None:
+def _serve(
+    todo: Queue[Run], store: Store, start: Callable[[], _Worker], tell: Listener, stopping: threading.Event
+) -> None:
     """Feed one worker after another until no run is left."""
     worker: _Worker | None = None
-    while True:
+    while not stopping.is_set():
         try:
             run = todo.get_nowait()
         except Empty:
@@ -144,11 +169,20 @@ def _serve(todo: Queue[Run], store: Store, start: Callable[[], _Worker], tell: L
         worker = worker or start()
         tell(News(run))
         if not worker.train(run, tell):
-            store.put(Record(run, "failed", error=worker.close()))
+            if stopping.is_set():
+                return  # it was ended, it did not die
+            _failed(store, run, worker.close())
             worker = None
         tell(News(run, record=store.get(run)))
     if worker is not None:
         worker.close()
+
+
+def _failed(store: Store, run: Run, error: str) -> None:
+    """Record a failure, unless the run was finished all the same."""
+    known = store.get(run)
+    if known is None or known.status != "done":
+        store.put(Record(run, "failed", error=error))
 
 
 def work(store: Store, device: str | None, data: str | None, compiled: bool) -> None:
@@ -159,6 +193,18 @@ def work(store: Store, device: str | None, data: str | None, compiled: bool) -> 
     def say(message: dict[str, object]) -> None:
         print(json.dumps(message), file=out, flush=True)
 
+    asked: Queue[str | None] = Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            asked.put(line)
+        # The sweep is gone, or has no more: in the middle of a run there is nobody left to train it for.
+        asked.put(None)
+        if busy.is_set():
+            os._exit(1)
+
+    busy = threading.Event()
+    threading.Thread(target=read, daemon=True).start()
     last = 0.0
 
     def watch(progress: Progress) -> None:
@@ -167,13 +213,17 @@ def work(store: Store, device: str | None, data: str | None, compiled: bool) -> 
             last = time.monotonic()
             say({"progress": vars(progress)})
 
-    for line in sys.stdin:
+    while (line := asked.get()) is not None:
         run = Run.from_json(line)
+        busy.set()
         try:
             log = Lines(store.place(run) / "log.jsonl")
             train(run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=log)
+        except BrokenPipeError:
+            return  # whoever asked for it is gone; the last checkpoint stays
         except Exception as error:
-            store.put(Record(run, "failed", error=f"{type(error).__name__}: {error}"))
+            _failed(store, run, f"{type(error).__name__}: {error}")
+        busy.clear()
         say({"done": run.key})
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from buttress import ButtressError, cost
 from buttress.lab.build import groups_of, model_of
-from buttress.lab.config import Run
+from buttress.lab.config import ConfigError, Run
 from buttress.lab.data import Task, load
 from buttress.lab.logs import Log
 from buttress.lab.records import Record, Store, machine
@@ -79,8 +79,11 @@ class Trainer:
         self.shares = _shares(run, device)
         self.places = torch.arange(min(run.batch, len(self.order)), device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.eager = 0
+        """Steps since the last time that there was no graph: kernels are compiled in them, which a capture forbids."""
         self.changes = torch.zeros(run.steps, device=device)
-        self.probe = Probe(self.model, task, device) if run.probe else None
+        with _matmuls(run):
+            self.probe = Probe(self.model, task, device) if run.probe else None
 
     def advance(self, until: int) -> None:
         """Train up to, but not including, step `until`."""
@@ -96,8 +99,9 @@ class Trainer:
             self._update()
         elif self.graph is not None:
             self.graph.replay()
-        elif self.step < WARM:
+        elif self.eager < WARM:
             self._update()
+            self.eager += 1
         else:
             torch.cuda.synchronize(self.device)
             graph = torch.cuda.CUDAGraph()
@@ -175,6 +179,7 @@ class Trainer:
         """All that the rest of the run depends on."""
         return {
             "run": self.run.to_json(),
+            "device": self.device.type,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -187,6 +192,11 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to a state; a graph that was captured stays valid, because tensors keep their places."""
+        if state["device"] != self.device.type:
+            raise ButtressError(
+                f"this run was begun on {state['device']} and cannot go on on {self.device.type}: use the same kind of "
+                "device, or remove the run's folder to begin anew"
+            )
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -195,8 +205,10 @@ class Trainer:
             getattr(self, name).copy_(state[name])
         self.cursor.fill_(self.step)
         if self.probe is not None:
-            self.probe.change()
+            with _matmuls(self.run):
+                self.probe.change()
         self.graph = None
+        self.eager = 0
 
     def blame(self, state: dict[str, Any]) -> Diverged:
         """Repeat the steps since `state`, to find the first layer whose output is no number."""
@@ -323,9 +335,26 @@ def train(
 
     A run that has a record is not run again. One that was killed continues from its last checkpoint.
     """
-    if store is not None and (known := store.get(run)) is not None and known.status == "done":
-        return known
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if store is None:
+        return _train(run, None, device_of(device), data, compiled, watch, log, checkpoint_seconds)
+    with store.lock(run) as mine:
+        if not mine:
+            raise ButtressError(f"another process is training this run, in {store.place(run)}")
+        if (known := store.get(run)) is not None and known.status == "done":
+            return known
+        return _train(run, store, device_of(device), data, compiled, watch, log, checkpoint_seconds)
+
+
+def _train(
+    run: Run,
+    store: Store | None,
+    where: torch.device,
+    data: Path | str | None,
+    compiled: bool,
+    watch: Watch | None,
+    log: Log | None,
+    checkpoint_seconds: float,
+) -> Record:
     trainer = Trainer(run, load(run.task, where, data), where, compiled=compiled)
     path = store.place(run) / "checkpoint.pt" if store is not None else None
     spent = _resume(trainer, path)
@@ -356,6 +385,19 @@ def train(
         store.put(record)
         path.unlink(missing_ok=True)
     return record
+
+
+def device_of(name: torch.device | str | None) -> torch.device:
+    """A device by its name; by default a GPU where there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"{name!r} is no device: use cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{name!r} was asked for, but torch sees no GPU here")
+    return device
 
 
 @contextmanager
@@ -393,7 +435,10 @@ def _resume(trainer: Trainer, path: Path | None) -> float:
     """Take up a checkpoint if there is one; seconds spent before it."""
     if path is None or not path.is_file():
         return 0.0
-    state = torch.load(path, map_location=trainer.device, weights_only=True)
+    try:
+        state = torch.load(path, map_location=trainer.device, weights_only=True)
+    except Exception as error:
+        raise ButtressError(f"{path} cannot be read ({error}): remove it to begin this run anew") from error
     if state["run"] != trainer.run.to_json():
         raise ButtressError(f"{path} belongs to another run: {state['run']}")
     trainer.restore(state)
