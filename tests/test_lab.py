@@ -32,7 +32,7 @@ from buttress.lab.sweep import News, sweep
 from buttress.lab.train import Diverged, Progress, Trainer, train
 
 SMALL = Run(task="digits", width=16, depth=1, lr=1e-2, batch=64, steps=250)
-SHARED = Path(os.environ.get("BUTTRESS_DATA", Path(__file__).parents[2] / "shared" / "data"))
+PACKED = Path(os.environ.get("BUTTRESS_DATA", "/nonexistent"))
 
 
 class TestRun:
@@ -183,9 +183,11 @@ class TestTasks:
         with pytest.raises(DataError, match=r"asks for (posix|nt)\.system"):
             load("cifar10", folder=tmp_path)
 
-    @pytest.mark.skipif(not (SHARED / "cifar10" / "test.webp").is_file(), reason="needs the packed CIFAR-10")
+    @pytest.mark.skipif(
+        not (PACKED / "cifar10" / "test.webp").is_file(), reason="needs the packed CIFAR-10 in BUTTRESS_DATA"
+    )
     def test_packed_cifar(self) -> None:
-        task = load("cifar10", folder=SHARED)
+        task = load("cifar10", folder=PACKED)
         assert isinstance(task, cifar_module.Cifar10)
         assert task.x.shape == (50000, 3, 32, 32)
         assert task.y.bincount().tolist() == [5000] * 10
