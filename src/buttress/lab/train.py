@@ -191,7 +191,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a state; a graph that was captured stays valid, because tensors keep their places."""
+        """Go back to a state. A graph is captured anew, because the optimizer's tensors are new ones."""
         if state["device"] != self.device.type:
             raise ButtressError(
                 f"this run was begun on {state['device']} and cannot go on on {self.device.type}: use the same kind of "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -20,16 +19,6 @@ _REGISTRY: dict[str, type[Task]] = {}
 
 class DataError(ButtressError, FileNotFoundError):
     """Data that is not where it was looked for, or is not what it should be."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Inputs and targets. With mixup, `other` are the targets of what was mixed in, `share` the first ones' part."""
-
-    x: Tensor
-    y: Tensor
-    other: Tensor
-    share: Tensor
 
 
 class Task(ABC):
