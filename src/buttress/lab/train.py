@@ -63,7 +63,11 @@ class Trainer:
         self.model = model_of(run, task, device)
         self.params = sum(p.numel() for p in self.model.parameters())
         self.macs = cost(self.model, torch.zeros(1, *task.shape, device=device)).macs
-        self.optimizer, self.rates = _optimizer(run, self.model, task, device)
+        self.optimizer = _optimizer(run, self.model, task, device)
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.full = torch.tensor(self.rates, device=device)
+        self.now = self.full.clone()
+        self._tie()
         self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if compiled else self.model
         # Initialisation came from the run's seed; data must not repeat its numbers.
         self.generator = torch.Generator(device).manual_seed(run.seed + 1)
@@ -77,6 +81,7 @@ class Trainer:
         self.errors = torch.zeros(run.steps, device=device)
         self.schedule = _schedule(run, device)
         self.shares = _shares(run, device)
+        self.certain = torch.eye(task.classes, device=device)
         self.places = torch.arange(min(run.batch, len(self.order)), device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = 0
@@ -94,8 +99,19 @@ class Trainer:
             self._once()
             self.step += 1
 
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replayed from a CUDA graph; torch's SGD cannot be."""
+        return self.device.type == "cuda" and self.run.optimizer != "sgd"
+
+    def _tie(self) -> None:
+        """Let the groups' rates be places of one tensor on the device: a graph replays their change."""
+        if self.replays:
+            for i, group in enumerate(self.optimizer.param_groups):
+                group["lr"] = self.now[i]
+
     def _once(self) -> None:
-        if self.device.type != "cuda" or self.run.optimizer == "sgd":
+        if not self.replays:
             self._update()
         elif self.graph is not None:
             self.graph.replay()
@@ -128,13 +144,14 @@ class Trainer:
         """The training loss, and the error as the paper counts it: of the better of the two sets of targets."""
         with self._autocast():
             logits = self.forward(x).float()
-        loss = F.cross_entropy(logits, y, label_smoothing=self.run.smoothing)
         guess = logits.detach().argmax(1)
         right = (guess == y).float().mean()
-        if self.run.mixup:
-            loss = torch.lerp(F.cross_entropy(logits, other, label_smoothing=self.run.smoothing), loss, share)
-            right = torch.maximum(right, (guess == other).float().mean())
-        return loss, 1 - right
+        if not self.run.mixup:
+            return F.cross_entropy(logits, y, label_smoothing=self.run.smoothing), 1 - right
+        # The loss is linear in the targets, so the mixture of two losses is the loss of the mixed targets.
+        mixed = torch.lerp(self.certain[other], self.certain[y], share)
+        right = torch.maximum(right, (guess == other).float().mean())
+        return F.cross_entropy(logits, mixed, label_smoothing=self.run.smoothing), 1 - right
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.precision == "bfloat16")
@@ -145,10 +162,10 @@ class Trainer:
 
     def _update_now(self) -> None:
         factor = self._now(self.schedule)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].copy_(rate * factor)  # on the device: a graph replays it
-            else:
+        if self.replays:
+            torch.mul(self.full, factor, out=self.now)
+        else:
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor.item()
         loss, error = self.loss(*self.batch())
         loss.backward()
@@ -200,6 +217,7 @@ class Trainer:
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._tie()
         self.generator.set_state(state["generator"].cpu())
         for name in ("order", "losses", "errors", "changes"):
             getattr(self, name).copy_(state[name])
@@ -279,19 +297,14 @@ WARM = 3
 """Steps before a graph is captured: allocations and autotuning happen in them."""
 
 
-def _optimizer(
-    run: Run, model: nn.Module, task: Task, device: torch.device
-) -> tuple[torch.optim.Optimizer, list[float]]:
+def _optimizer(run: Run, model: nn.Module, task: Task, device: torch.device) -> torch.optim.Optimizer:
     groups = groups_of(run, model, task)
-    rates = [float(group["lr"]) for group in groups]
     if run.optimizer == "sgd":
-        return torch.optim.SGD(groups), rates
+        return torch.optim.SGD(groups)
     kind = torch.optim.AdamW if run.optimizer == "adamw" else torch.optim.Adam
     if device.type != "cuda":
-        return kind(groups), rates
-    for group in groups:
-        group["lr"] = torch.tensor(group["lr"], device=device)
-    return kind(groups, fused=True, capturable=True), rates
+        return kind(groups)
+    return kind(groups, fused=True, capturable=True)
 
 
 def _schedule(run: Run, device: torch.device) -> Tensor:
