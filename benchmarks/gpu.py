@@ -66,6 +66,15 @@ def others() -> Iterator[Case]:
                 yield bt.BTT(rank=rank), width, width, tokens
 
 
+def singles() -> Iterator[Case]:
+    """Layers of the lab's MLP and ViT, which are trained in tf32."""
+    for width in (256, 1024, 4096):
+        for d_in, d_out in ((width, 4 * width), (4 * width, width)):
+            yield bt.BTT(), d_in, d_out, 1024
+    for d_in, d_out in ((256, 256), (256, 1024), (1024, 256)):
+        yield bt.BTT(), d_in, d_out, 4352
+
+
 def handfuls() -> Iterator[Case]:
     """Decoding."""
     for width in (4096, 8192):
@@ -263,14 +272,14 @@ def main() -> None:
     rows: list[Row] = []
     lines: list[dict[str, object]] = []
     few: list[dict[str, object]] = []
-    linear: dict[tuple[int, ...], Times] = {}
+    linear: dict[tuple[object, ...], Times] = {}
 
-    def measured(case: Case) -> Row:
+    def measured(case: Case, dtype: torch.dtype = torch.bfloat16) -> Row:
         structure, *sizes = case
         chain = structure.chain(case[1], case[2])
-        known = linear.get(tuple(sizes))
-        rows.append(measure(chain, str(structure), case[3], torch.bfloat16, where, linear=known))
-        linear[tuple(sizes)] = rows[-1].linear
+        known = linear.get((dtype, *sizes))
+        rows.append(measure(chain, str(structure), case[3], dtype, where, linear=known))
+        linear[dtype, *sizes] = rows[-1].linear
         torch.cuda.empty_cache()
         return rows[-1]
 
@@ -298,9 +307,12 @@ def main() -> None:
     save(given.out / "decode.csv", few)
     plot(lines, given.figure)
     if given.table:
-        for case in others():
-            row = measured(case)
-            print(row.structure, row.d_in, row.d_out, row.tokens, {k: t.both for k, t in row.times.items()}, flush=True)
+        torch.set_float32_matmul_precision("high")
+        wanted = [(case, torch.bfloat16) for case in others()] + [(case, torch.float32) for case in singles()]
+        for case, dtype in wanted:
+            row = measured(case, dtype)
+            took = {k: t.both for k, t in row.times.items()}
+            print(row.structure, row.d_in, row.d_out, row.tokens, row.dtype, took, flush=True)
         write(given.table, torch.cuda.get_device_name(), rows)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: written to {given.out}")
 

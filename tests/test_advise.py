@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_several_writers_lose_nothing() -> None:
     assert len(measured.table(CARD)) == 40
 
 
-def prefers(structure: bt.Structure, width: int, tokens: int, dtype: str = "torch.bfloat16") -> bool:
+def prefers(structure: bt.Structure, width: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     way = route(structure.chain(width, width))
     assert way is not None
     return bool(measured.prefers_kernels(way.signature, dtype, 0, tokens, True, True))
@@ -95,7 +96,7 @@ def test_the_faster_one_is_taken_and_what_was_not_measured_goes_to_bmm() -> None
     assert prefers(bt.BTT(rank=2), 1024, 20000)
     assert not prefers(bt.BTT(), 1024, 30)
     assert not prefers(bt.BTT(), 1 << 16, 20000), "four times the size is not near any more"
-    assert not prefers(bt.BTT(), 1024, 20000, "torch.float32")
+    assert not prefers(bt.BTT(), 1024, 20000, torch.float32)
     assert not prefers(bt.BTT(cores=3), 1024, 20000)
     assert not prefers(bt.Kronecker(), 1024, 20000), "the same sizes, but y is written in single numbers"
 
@@ -190,3 +191,16 @@ def test_calibrating_a_model_fills_the_table(monkeypatch: pytest.MonkeyPatch) ->
     kept = [r for r in measured.table(torch.cuda.get_device_name()) if r.structure == "btt(rank=3)"]
     assert [(r.d_in, r.tokens, r.dtype) for r in kept] == [(512, 4096, "torch.bfloat16")]
     assert kept[0].tuning is not None
+
+
+def test_tf32_has_rows_of_its_own() -> None:
+    known = row(bt.BTT(), 1024, 1024, triton=1.0, bmm=2.0)
+    measured.keep(CARD, [replace(known, dtype="tf32")])
+    assert not prefers(bt.BTT(), 1024, 1024, torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert prefers(bt.BTT(), 1024, 1024, torch.float32)
+        assert not prefers(bt.BTT(), 1024, 1024, torch.bfloat16)
+    finally:
+        torch.set_float32_matmul_precision(before)

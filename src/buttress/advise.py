@@ -12,6 +12,7 @@ from torch import nn
 from buttress.errors import ButtressError, ShapeError
 from buttress.layer import StructuredLinear
 from buttress.ops.measured import Row, Times, keep, table
+from buttress.ops.measured import kind as named
 from buttress.structures import Structure, parse, structures
 from buttress.table import render
 
@@ -204,7 +205,7 @@ def _measured(
     fresh: list[Row] = []
     linear: Times | None = None
     for structure in chosen:
-        row = known.get((str(structure), d_in, d_out, tokens, str(dtype)))
+        row = known.get((str(structure), d_in, d_out, tokens, named(dtype)))
         if row is None:
             row = measure(structure.chain(d_in, d_out), str(structure), tokens, dtype, device, linear=linear)
             fresh.append(row)
@@ -221,7 +222,7 @@ def _scaled(structure: Structure, d_in: int, d_out: int, tokens: int, dtype: tor
     def steps(row: Row) -> list[float]:
         return [abs(log2(a / b)) for a, b in ((row.d_in, d_in), (row.d_out, d_out), (row.tokens, tokens))]
 
-    alike = [r for r in table(device) if r.structure == str(structure) and r.dtype == str(dtype)]
+    alike = [r for r in table(device) if r.structure == str(structure) and r.dtype == named(dtype)]
     near = [r for r in alike if max(steps(r)) <= log2(NEAR)]
     if not near:
         return None

@@ -27,7 +27,8 @@ class Record:
     run: Run
     status: Status
     results: Mapping[str, float] = field(default_factory=dict)
-    """train_error, train_loss, test_error, test_loss (errors in percent), seconds, examples_per_second."""
+    """train_error, train_loss, test_error, test_loss (errors in percent); seconds of all of training; step_ms, the
+    median of a step since the run was last begun; examples_per_second; examples there were to train on."""
     params: int = 0
     macs: int = 0
     """Multiply-accumulates of one example's forward pass."""

@@ -16,13 +16,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from queue import Empty, Queue
 
 from buttress.lab.config import Run
+from buttress.lab.data import Task, load
 from buttress.lab.logs import Lines
 from buttress.lab.records import Record, Store
-from buttress.lab.train import Progress, train
+from buttress.lab.train import Progress, device_of, train
 
 LAST_LINES = 12
 """Lines of a dead worker's error output that go into its run's record."""
@@ -207,6 +209,10 @@ def work(store: Store, device: str | None, data: str | None, compiled: bool) -> 
     threading.Thread(target=read, daemon=True).start()
     last = 0.0
 
+    @lru_cache(maxsize=1)  # reading a task's data can take longer than a small run
+    def task(name: str) -> Task:
+        return load(name, device_of(device), data)
+
     def watch(progress: Progress) -> None:
         nonlocal last
         if time.monotonic() - last > 0.5:
@@ -218,7 +224,7 @@ def work(store: Store, device: str | None, data: str | None, compiled: bool) -> 
         busy.set()
         try:
             log = Lines(store.place(run) / "log.jsonl")
-            train(run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=log)
+            train(run, store=store, device=device, data=task(run.task), compiled=compiled, watch=watch, log=log)
         except BrokenPipeError:
             return  # whoever asked for it is gone; the last checkpoint stays
         except Exception as error:

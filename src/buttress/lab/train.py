@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -338,7 +339,7 @@ def train(
     *,
     store: Store | None = None,
     device: torch.device | str | None = None,
-    data: Path | str | None = None,
+    data: Path | str | Task | None = None,
     compiled: bool = False,
     watch: Watch | None = None,
     log: Log | None = None,
@@ -346,7 +347,8 @@ def train(
 ) -> Record:
     """Train a run to its end and return its record; with a store, go on from where it was and keep the record.
 
-    A run that has a record is not run again. One that was killed continues from its last checkpoint.
+    A run that has a record is not run again. One that was killed continues from its last checkpoint. `data` is the
+    folder to look in, or the run's task if it is loaded already.
     """
     if store is None:
         return _train(run, None, device_of(device), data, compiled, watch, log, checkpoint_seconds)
@@ -362,18 +364,20 @@ def _train(
     run: Run,
     store: Store | None,
     where: torch.device,
-    data: Path | str | None,
+    data: Path | str | Task | None,
     compiled: bool,
     watch: Watch | None,
     log: Log | None,
     checkpoint_seconds: float,
 ) -> Record:
-    trainer = Trainer(run, load(run.task, where, data), where, compiled=compiled)
+    task = data if isinstance(data, Task) else load(run.task, where, data)
+    trainer = Trainer(run, task, where, compiled=compiled)
     path = store.place(run) / "checkpoint.pt" if store is not None else None
     spent = _resume(trainer, path)
     if log is not None:
         log.rewind(trainer.step)
     begin = saved = time.perf_counter()
+    paces: list[float] = []
     with _side_stream(where):
         while trainer.step < run.steps:
             before = _copied(trainer.state())
@@ -383,17 +387,18 @@ def _train(
             losses, errors = (t[first : trainer.step].cpu() for t in (trainer.losses, trainer.errors))
             if not losses.isfinite().all():
                 raise trainer.blame(before)
-            rate = (trainer.step - first) * run.batch / (time.perf_counter() - started)
+            paces.append((time.perf_counter() - started) / (trainer.step - first))
+            rate = len(trainer.places) / paces[-1]
             if log is not None:
                 log.write(trainer.step, loss=losses.mean().item(), error=100 * errors.mean().item(), rate=rate)
             if watch is not None:
-                left = (run.steps - trainer.step) * run.batch / rate
+                left = (run.steps - trainer.step) * paces[-1]
                 watch(Progress(trainer.step, run.steps, losses.mean().item(), 100 * errors.mean().item(), rate, left))
             now = time.perf_counter()
             if path is not None and trainer.step < run.steps and now - saved >= checkpoint_seconds:
                 _save(path, trainer.state() | {"seconds": spent + now - begin})
                 saved = now
-    record = _record(trainer, spent + time.perf_counter() - begin)
+    record = _record(trainer, spent + time.perf_counter() - begin, 1e3 * median(paces or [0.0]))
     if store is not None and path is not None:
         store.put(record)
         path.unlink(missing_ok=True)
@@ -458,7 +463,7 @@ def _resume(trainer: Trainer, path: Path | None) -> float:
     return float(state["seconds"])
 
 
-def _record(trainer: Trainer, seconds: float) -> Record:
+def _record(trainer: Trainer, seconds: float, step_ms: float) -> Record:
     run = trainer.run
     losses, errors = trainer.losses.cpu(), 100 * trainer.errors.cpu()
     tail = max(1, min(TAIL * trainer.per_epoch, run.steps // 5))
@@ -469,8 +474,11 @@ def _record(trainer: Trainer, seconds: float) -> Record:
         "test_error": test_error,
         "test_loss": test_loss,
         "seconds": seconds,
-        "examples_per_second": run.steps * run.batch / max(seconds, 1e-9),
+        "step_ms": step_ms,
+        "examples_per_second": run.steps * len(trainer.places) / max(seconds, 1e-9),
     }
+    if trainer.task.epoch:
+        results["examples"] = trainer.task.epoch
     if run.probe:
         results["feature_update"] = trainer.changes.mean().item()
     edges = sorted({round(i * run.steps / POINTS) for i in range(1, POINTS + 1)} - {0})

@@ -100,7 +100,7 @@ def preferred(chain: Chain, x: Tensor) -> bool:
     tokens = measured.MANY if compiling else x.shape[0]
     where = x.device.index or 0
     faster: bool = measured.prefers_kernels(
-        chain.memo["signature"], str(x.dtype), where, tokens, torch.is_grad_enabled(), compiling
+        chain.memo["signature"], x.dtype, where, tokens, torch.is_grad_enabled(), compiling
     )
     return faster
 
@@ -123,7 +123,9 @@ def _tuning(way: Route, x: Tensor) -> Tuning:
         return _forced[-1]
     if x.device.type != "cuda":
         return default(way.signature, x.itemsize)
-    return measured.tuning(way.signature, str(x.dtype), x.device.index or 0) or default(way.signature, x.itemsize)
+    return measured.tuning(way.signature, measured.kind(x.dtype), x.device.index or 0) or default(
+        way.signature, x.itemsize
+    )
 
 
 class _Chain(torch.autograd.Function):

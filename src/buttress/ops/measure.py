@@ -12,7 +12,7 @@ from torch import Tensor
 from buttress import ops
 from buttress.chain import Chain
 from buttress.ops import fused, tuning
-from buttress.ops.measured import Row, Times
+from buttress.ops.measured import Row, Times, kind
 from buttress.scaling import init_std
 
 BUDGET, GLANCE = 0.08, 0.03
@@ -113,7 +113,7 @@ def measure(
             except OutOfResources:
                 best = None  # a small card: torch.bmm it is
     signature = None if way is None else way.signature
-    return Row(label, chain.d_in, chain.d_out, tokens, str(dtype), signature, linear, found, best)
+    return Row(label, chain.d_in, chain.d_out, tokens, kind(dtype), signature, linear, found, best)
 
 
 def measure_linear(d_in: int, d_out: int, x: Tensor) -> Times:

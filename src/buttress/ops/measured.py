@@ -214,9 +214,18 @@ def nearest(rows: Iterable[Row], signature: Signature, dtype: str, tokens: int |
     return best
 
 
-def prefers_kernels(signature: Signature, dtype: str, index: int, tokens: int, training: bool, launched: bool) -> bool:
+def kind(dtype: torch.dtype) -> str:
+    """A dtype as the tables name it: float32 is another thing where its products are made in tf32."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return str(dtype)
+
+
+def prefers_kernels(
+    signature: Signature, dtype: torch.dtype, index: int, tokens: int, training: bool, launched: bool
+) -> bool:
     """Whether the fused kernels beat torch.bmm for such a layer on this card, as far as anything was measured."""
-    return prefers_kernels_cached(signature, dtype, index, max(tokens, 1).bit_length(), training, launched)
+    return prefers_kernels_cached(signature, kind(dtype), index, max(tokens, 1).bit_length(), training, launched)
 
 
 # A compiler is to ask once and not to look inside: torch.compiler.assume_constant_result, without importing it.
