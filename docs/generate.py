@@ -178,6 +178,22 @@ def decode_table() -> str:
     return table("layer | " + " | ".join(f"{n} token{'s' if n > 1 else ''}" for n in counts), rows)
 
 
+def gpt2_table() -> str:
+    rows = (
+        (
+            r["structure"] + {"": "", "*": ", all recomputed"}.get(r["recompute"], f", `{r['recompute']}` recomputed"),
+            f"{int(r['parameters']) / 1e6:.0f} M", f"{float(r['graph_step_ms']):.1f}", f"{float(r['step_ms']):.1f}",
+            times(r["dense_over_graph_step_ms"]), times(r["dense_over_step_ms"]), f"{float(r['peak_gib']):.1f}",
+        )
+        for r in record("h200/gpt2.csv")
+    )  # fmt: skip
+    return table(
+        "linear layers | parameters | step, ms | launched by Python, ms | faster than dense | launched by Python"
+        " | peak memory, GiB",
+        rows,
+    )
+
+
 def short_table() -> str:
     shown = (
         ("btt", "1024"),
@@ -229,7 +245,7 @@ def goals_table() -> str:
 
 
 TABLES = {
-    "docs/speed.md": {"layers": layers_table, "goals": goals_table, "decode": decode_table},
+    "docs/speed.md": {"layers": layers_table, "goals": goals_table, "decode": decode_table, "gpt2": gpt2_table},
     "README.md": {"speed": short_table},
 }
 
