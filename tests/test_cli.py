@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +18,7 @@ pytest.importorskip("matplotlib", reason="figures need buttress[lab]")
 import buttress as bt
 from buttress.lab import figures
 from buttress.lab.config import Run
+from buttress.lab.recipes import cifar
 from buttress.lab.records import Record, Store
 from buttress.lab.report import command, report
 
@@ -103,6 +104,7 @@ class TestCommands:
             (("train", "task=cifar10", "--data", "/nowhere"), 2, "cifar-10-python.tar.gz, not in /nowhere"),
             (("train", "lr=1e9", "optimizer=sgd", "steps=50", "width=16"), 1, "the loss is no number at step"),
             (("report", "/nowhere"), 2, "there are no records"),
+            (("records", "/nowhere", "/nowhere/x.jsonl"), 2, "holds no record"),
             (("inspect", "btt(rank=0)"), 2, "rank"),
             (("nonsense",), 2, "No such command"),
             (("train", "task=[/x]"), 2, "no task is called '[/x]'"),
@@ -172,14 +174,16 @@ class TestReport:
         assert first == second
 
     def test_published_points_stand_beside_ours(self, tmp_path: Path) -> None:
-        text = report(study(task="cifar10"), tmp_path / "page.html").read_text()
+        setting = {f.name: getattr(cifar.MLP, f.name) for f in fields(Run) if f.name not in ("structure", "width")}
+        text = report(study(**setting), tmp_path / "page.html").read_text()
         assert "Hollow: published." in text
-        assert "Hollow" not in report(study(), tmp_path / "other.html").read_text()
+        for other in ({}, {"task": "cifar10"}, setting | {"steps": 100}):
+            assert "Hollow" not in report(study(**other), tmp_path / "other.html").read_text()
 
     def test_learning_rates_get_their_own_figure(self, tmp_path: Path) -> None:
         tuned = [record("btt", w, 30 + abs(lr - 3e-3) * 1e3, lr=lr) for w in (64, 256) for lr in (1e-3, 3e-3, 1e-2)]
         text = report(tuned, tmp_path / "page.html").read_text()
-        assert "Error against learning rate" in text
+        assert "Train error against learning rate" in text
         assert "Power laws" not in text
 
     def test_commands_repeat_the_run(self) -> None:

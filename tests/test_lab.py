@@ -27,9 +27,9 @@ from buttress.lab.data import cifar as cifar_module
 from buttress.lab.data.augment import chances, crops, enlarge, random_resized_crop
 from buttress.lab.logs import Lines
 from buttress.lab.recipes import find, recipes
-from buttress.lab.records import Record, Store
+from buttress.lab.records import Record, Store, write_records
 from buttress.lab.sweep import News, sweep
-from buttress.lab.train import Diverged, Progress, Trainer, train
+from buttress.lab.train import Diverged, Progress, Trainer, _schedule, train
 
 SMALL = Run(task="digits", width=16, depth=1, lr=1e-2, batch=64, steps=250)
 PACKED = Path(os.environ.get("BUTTRESS_DATA", "/nonexistent"))
@@ -508,3 +508,130 @@ class TestOnTheGpu:
     def test_a_run_from_beginning_to_end(self, tmp_path: Path) -> None:
         record = train(replace(SMALL, precision="bfloat16"), store=Store(tmp_path), device="cuda")
         assert record.results["test_error"] < 20
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A little ImageNet: three colours, each with its noise."""
+    Image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("timm", reason="images in folders are augmented by timm")
+    root = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 8), ("val", 3)):
+        for channel, name in enumerate(("blue", "green", "red")):
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 90, (40, 50, 3), dtype=np.uint8)
+                pixels[..., 2 - channel] += 150
+                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
+    return root
+
+
+class TestImagesInFolders:
+    RUN = Run(task="imagenet", model="vit", width=16, heads=2, depth=1, batch=10, steps=6, lr=3e-3, clip=1.0, warmup=2)
+
+    def test_what_is_found(self, pictures: Path) -> None:
+        task = load("imagenet", folder=pictures)
+        assert (task.classes, task.epoch, task.shape) == (3, 24, (3, 224, 224))
+        batches = list(task.test(4))
+        assert [len(y) for _, y in batches] == [4, 4, 1]
+        assert torch.cat([y for _, y in batches]).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert batches[0][0].shape == (4, 3, 224, 224)
+
+    def test_training_resumes_in_the_middle_of_an_epoch_to_the_same_bits(self, pictures: Path) -> None:
+        device = torch.device("cpu")
+        whole = Trainer(self.RUN, load("imagenet", folder=pictures), device)
+        whole.advance(6)  # three epochs of two batches
+        first = Trainer(self.RUN, load("imagenet", folder=pictures), device)
+        first.advance(3)
+        second = Trainer(self.RUN, load("imagenet", folder=pictures), device)
+        second.restore(first.state())
+        second.advance(6)
+        assert torch.equal(whole.losses, second.losses)
+        assert whole.losses.isfinite().all()
+        assert len(set(whole.losses.tolist())) > 3
+
+    def test_an_image_is_augmented_by_its_seed_alone(self, pictures: Path) -> None:
+        task = load("imagenet", folder=pictures)
+        generator = torch.Generator()
+        before = torch.get_rng_state()
+        found = []
+        for batches in ([((0, 7), [1, 2]), ((0, 8), [3])], [((0, 8), [3])], [((0, 9), [3])]):
+            task.follow(batches)
+            for _, numbers in batches:
+                x, _ = task.draw(torch.tensor(numbers), generator)
+            found.append(x)
+        assert torch.equal(found[0], found[1])
+        assert not torch.equal(found[1], found[2])
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_a_nan_is_traced_to_its_layer(self, pictures: Path) -> None:
+        trainer = Trainer(self.RUN, load("imagenet", folder=pictures), torch.device("cpu"))
+        before = trainer.state()
+        with torch.no_grad():
+            trainer.model.get_submodule("blocks.1.up").weight.fill_(float("nan"))
+        before["model"] = trainer.model.state_dict()
+        assert "blocks.1.up" in str(trainer.blame(before))
+
+    def test_what_is_missing_is_told(self, tmp_path: Path, pictures: Path) -> None:
+        with pytest.raises(DataError, match=r"needs the folders train and val.*--data"):
+            load("imagenet", folder=tmp_path)
+        for part in ("train", "val"):
+            (tmp_path / part / "cat").mkdir(parents=True)
+        with pytest.raises(DataError, match="has no images"):
+            load("imagenet", folder=tmp_path)
+        (tmp_path / "train" / "cat" / "1.png").write_bytes(b"meow")
+        (tmp_path / "val" / "cat" / "1.png").write_bytes(b"meow")
+        with pytest.raises(DataError, match=r"1\.png is no image"):
+            next(load("imagenet", folder=tmp_path).test(1))
+
+
+class TestFilesOfRecords:
+    def test_they_count_as_runs_made_there(self, tmp_path: Path) -> None:
+        made = train(replace(SMALL, steps=20), store=Store(tmp_path / "a"), device="cpu")
+        failed = Record(replace(SMALL, seed=5), "failed", error="out of luck")
+        write_records(tmp_path / "b" / "kept.jsonl", [failed, made])
+        store = Store(tmp_path / "b")
+        assert {r.run.key for r in store} == {made.run.key, failed.run.key}
+        assert store.get(made.run) == made
+        assert train(made.run, store=store, device="cpu") == made, "it is not run again"
+
+    def test_a_run_of_the_folder_is_newer(self, tmp_path: Path) -> None:
+        run = replace(SMALL, steps=20)
+        write_records(tmp_path / "old.jsonl", [Record(run, "failed", error="old")])
+        store = Store(tmp_path)
+        store.put(Record(run, "done", {"train_error": 1.0}))
+        assert [r.status for r in store] == ["done"]
+
+    def test_what_is_none_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "bad.jsonl").write_text("{}\n")
+        with pytest.raises(bt.ButtressError, match=r"line 1 of .*bad\.jsonl is not a record"):
+            Store(tmp_path)
+
+    def test_a_new_field_leaves_old_keys_alone(self) -> None:
+        old = {k: v for k, v in json.loads(SMALL.to_json()).items() if k not in ("warmup", "clip", "heads", "beta2")}
+        assert Run.of(old).key == SMALL.key
+        assert replace(SMALL, clip=1.0).key != SMALL.key
+
+
+def test_the_rate_rises_before_it_falls() -> None:
+    schedule = _schedule(replace(SMALL, steps=10, warmup=4), torch.device("cpu"))
+    assert schedule[:4].tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert (schedule[4:].diff() < 0).all()
+    assert torch.equal(_schedule(replace(SMALL, steps=10, warmup=0), torch.device("cpu"))[:1], torch.ones(1))
+
+
+def test_gradients_are_clipped_together() -> None:
+    run = replace(SMALL, steps=1, clip=1e-3, optimizer="sgd", lr=1.0, schedule="constant", structure="")
+    trainer = Trainer(run, load("digits"), torch.device("cpu"))
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    free = Trainer(replace(run, clip=0.0), load("digits"), torch.device("cpu"))
+    for t in (trainer, free):
+        t.advance(1)
+    # The rates differ from parameter to parameter, so lengths are compared one by one.
+    moves = [
+        [(p.detach() - b).norm() for p, b in zip(t.model.parameters(), before, strict=True)] for t in (trainer, free)
+    ]
+    ratios = [a / b for a, b in zip(*moves, strict=True) if b > 0]
+    assert max(ratios) < 0.1
+    assert max(ratios) / min(ratios) < 1.01

@@ -27,7 +27,7 @@ def _vit(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Modul
         raise ConfigError(f"a ViT takes images, but these inputs have the shape {shape}: use model=mlp")
     channels, image, _ = shape
     patch = {32: 8, 8: 2, 224: 32}.get(image, max(1, image // 4))
-    return ViT(image, patch, width, classes, depth=run.depth, channels=channels)
+    return ViT(image, patch, width, classes, depth=run.depth, heads=run.heads, channels=channels)
 
 
 MODELS: dict[str, Build] = {"mlp": _mlp, "vit": _vit}

@@ -21,7 +21,7 @@ from buttress.lab.config import ConfigError, Run, with_fields
 from buttress.lab.data import load
 from buttress.lab.logs import Lines, Log, Several, TensorBoard, WeightsAndBiases
 from buttress.lab.recipes import find, recipes
-from buttress.lab.records import Record, Store
+from buttress.lab.records import Record, Store, write_records
 from buttress.lab.sweep import News
 from buttress.lab.sweep import sweep as run_sweep
 from buttress.lab.train import Progress
@@ -211,9 +211,28 @@ def sweep(
         raise typer.Exit(1)
 
 
+@app.command("records")
+def gather_records(
+    runs: Annotated[Path, typer.Argument(help="Folder of runs.")],
+    out: Annotated[Path, typer.Argument(help="The file to write, such as results/mine.jsonl.")],
+    recipe: Annotated[str | None, typer.Option(help="Only the runs of this recipe.")] = None,
+) -> None:
+    """Gather the records of a folder into one file of JSON lines, small enough to keep.
+
+    In a folder of runs such a file counts as if its runs had been made there: `report` shows them, `sweep` skips them.
+    Example: `buttress records runs results/scaling.jsonl --recipe mlp-scaling`
+    """
+    wanted = {run.key for run in find(recipe).runs()} if recipe else None
+    found = [r for r in Store(runs) if wanted is None or r.run.key in wanted]
+    if not found:
+        raise ConfigError(f"{runs} holds no record" + (f" of a run of {recipe}" if recipe else ""))
+    write_records(out, found)
+    print(f"{len(found)} records in {out}" + (f", of {len(wanted)} runs" if wanted else ""))
+
+
 @app.command()
 def report(
-    runs: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("runs"),
+    runs: Annotated[Path, typer.Argument(help="Folder of runs, or of files of records.")] = Path("runs"),
     out: Annotated[Path | None, typer.Option(help="The page to write; report.html among the runs otherwise.")] = None,
     title: str = "Structured layers: what was run and what came of it",
 ) -> None:

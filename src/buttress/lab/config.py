@@ -44,6 +44,8 @@ class Run:
     model: str = "mlp"
     width: int = 64
     depth: int = 3
+    heads: int = 8
+    """Of attention, where the model has any."""
     bias: bool = True
     structure: str = ""
     """As `parse` reads it; empty leaves the model dense."""
@@ -60,12 +62,18 @@ class Run:
     """Further factor of the input layer's rate."""
     weight_decay: float = 0.0
     schedule: Schedule = "cosine"
+    warmup: int = 0
+    """Steps in which the rate rises to the schedule's start."""
     batch: int = 256
     steps: int = 1000
     smoothing: float = 0.0
     """Label smoothing."""
     mixup: float = 0.0
     """Both parameters of the Beta distribution that mixes neighbours in a batch; 0 mixes nothing."""
+    clip: float = 0.0
+    """Largest norm of all gradients together; 0 clips nothing."""
+    beta2: float = 0.999
+    """Adam's decay of squared gradients."""
     precision: Precision = "float32"
     probe: bool = False
     """Measure by how much each step changes the last block's output."""
@@ -82,12 +90,16 @@ class Run:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in ("width", "depth", "batch", "steps", "base_width"):
+        for name in ("width", "depth", "heads", "batch", "steps", "base_width"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"lr must be above 0 and finite, got {self.lr}")
-        for name, low, high in (("mixup", 0, 1e6), ("smoothing", 0, 1), ("weight_decay", 0, 1e6), ("seed", 0, 2**62)):
+        bounds = (
+            ("mixup", 0, 1e6), ("smoothing", 0, 1), ("weight_decay", 0, 1e6), ("seed", 0, 2**62),
+            ("warmup", 0, self.steps), ("clip", 0, 1e6), ("beta2", 0, 1),
+        )  # fmt: skip
+        for name, low, high in bounds:
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{name} must lie between {low:g} and {high:g}, got {getattr(self, name)}")
         if self.structure:
@@ -96,8 +108,12 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Sixteen hexadecimal digits of the fields' hash: where the run's results are kept."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        """Sixteen hexadecimal digits of a hash: where the run's results are kept.
+
+        Of the fields that differ from their defaults, so that a field that is added later leaves old keys alone.
+        """
+        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -44,8 +44,14 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[st
     lines: dict[str, list[Point]] = defaultdict(list)
     for (name, macs), rates in sorted(found.items()):
         same = min(rates.values(), key=lambda records: mean(records, metric))
-        lines[name].append(Point(macs, mean(same, metric), mean(same, "seconds"), f"width {same[0].run.width}"))
+        seconds = mean(same, "seconds") if all(map(alone, same)) else None
+        lines[name].append(Point(macs, mean(same, metric), seconds, f"width {same[0].run.width}"))
     return {name: lines[name] for name in _ordered(lines)}
+
+
+def alone(record: Record) -> bool:
+    """Whether a run had its device to itself, so that its times mean something."""
+    return record.made_on.get("at_once", "1") == "1"
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
@@ -60,9 +66,10 @@ def scaling(
     published: Published | None = None,
 ) -> Figure:
     """Error against MACs or time, one line a structure, with its power law; published points hollow."""
-    figure, panel = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for i, (name, line) in enumerate(points(records, metric).items()):
+    figure, panel = plt.subplots(figsize=(7, 5), layout="constrained")
+    for i, (name, every) in enumerate(points(records, metric).items()):
         colour = f"C{i}"
+        line = [p for p in every if against == "macs" or p.seconds is not None]
         xs = [p.macs if against == "macs" else p.seconds or 0.0 for p in line]
         panel.plot(xs, [p.error for p in line], "o", color=colour, ms=5)
         text = name
@@ -81,7 +88,7 @@ def scaling(
     panel.set(xscale="log", yscale="log", xlabel=NAMES[against], ylabel=f"{NAMES[metric]} (%)")
     _plain_ticks(panel)
     panel.grid(alpha=0.3, which="both")
-    panel.legend(frameon=False, fontsize=8, title="exponent in brackets" + ("; hollow: published" if published else ""))
+    _legend(panel, "exponent in brackets" + ("; hollow: published" if published else ""))
     return figure
 
 
@@ -92,7 +99,9 @@ def exponents(
 ) -> Figure | None:
     """Fitted exponents with their intervals, the published ones beside them; None where nothing can be fitted."""
     laws = {}
-    for name, line in points(records, metric).items():
+    colours = {}
+    for i, (name, line) in enumerate(points(records, metric).items()):
+        colours[name] = f"C{i}"
         try:
             laws[name] = fit(line)
         except FitError:
@@ -102,18 +111,56 @@ def exponents(
     figure, panel = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for i, (name, law) in enumerate(laws.items()):
         low, high = law.exponent - law.low, law.high - law.exponent
-        panel.bar(i - 0.2, law.exponent, 0.36, yerr=[[max(low, 0)], [max(high, 0)]], color=f"C{i}", capsize=3)
+        panel.bar(i - 0.2, law.exponent, 0.36, yerr=[[max(low, 0)], [max(high, 0)]], color=colours[name], capsize=3)
         if published and name.partition(",")[0] in published and "naive" not in name:
             value, error = published[name.partition(",")[0]]
-            panel.bar(i + 0.2, value, 0.36, yerr=error, color="none", edgecolor=f"C{i}", capsize=3, hatch="//")
+            panel.bar(i + 0.2, value, 0.36, yerr=error, color="none", edgecolor=colours[name], capsize=3, hatch="//")
     panel.set_xticks(range(len(laws)), list(laws), rotation=20, ha="right")
     panel.set_ylabel("exponent" + (" (hatched: published)" if published else ""))
     panel.grid(alpha=0.3, axis="y")
     return figure
 
 
-def landscape(records: Iterable[Record], metric: Metric = "train_error") -> Figure | None:
-    """Error against learning rate, a panel for each structure and rule, a line for each width."""
+def widths(records: Iterable[Record], metric: Metric = "train_error") -> Figure:
+    """Error against width: what a structure makes of the same memory for activations."""
+    figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    for i, (name, line) in enumerate(points(records, metric).items()):
+        there = [(int(p.label.removeprefix("width ")), p.error) for p in line]
+        panel.plot(*zip(*sorted(there), strict=True), "o-", color=f"C{i}", ms=4, lw=1.2, label=name)
+    panel.set(xscale="log", yscale="log", xlabel="width", ylabel=f"{NAMES[metric]} (%)")
+    _plain_ticks(panel)
+    seen = sorted({int(x) for line in panel.get_lines() for x in line.get_xdata()})
+    panel.set_xticks(seen, [str(x) for x in seen], rotation=45)
+    panel.grid(alpha=0.3, which="both")
+    _legend(panel)
+    return figure
+
+
+def runtime(records: Iterable[Record]) -> Figure | None:
+    """Time of a training step against MACs, of runs that had their device to themselves."""
+    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for r in records:
+        if r.results.get("step_ms") and alone(r):
+            lines[label(r)].append((r.macs, r.results["step_ms"]))
+    if not lines:
+        return None
+    figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    for i, name in enumerate(_ordered(lines)):
+        panel.plot(*zip(*sorted(lines[name]), strict=True), "o-", color=f"C{i}", ms=4, lw=1.2, label=name)
+    panel.set(xscale="log", yscale="log", xlabel="MACs", ylabel="milliseconds a step")
+    _plain_ticks(panel)
+    panel.grid(alpha=0.3, which="both")
+    _legend(panel)
+    return figure
+
+
+Landscape = Mapping[str, Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]]
+
+
+def landscape(
+    records: Iterable[Record], metric: Metric = "train_error", published: Landscape | None = None
+) -> Figure | None:
+    """Error against learning rate, a panel for each structure and rule, a line for each width, the best starred."""
     panels: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for r in records:
         if r.status == "done":
@@ -133,10 +180,13 @@ def landscape(records: Iterable[Record], metric: Metric = "train_error") -> Figu
             )
             best = min(ordered, key=lambda p: p[1])
             axis.plot(*best, "*", ms=12, color=f"C{i}")
+            rates = (published or {}).get("naive" if "naive" in name else "aware", {})
+            there = rates.get(name.partition(",")[0], {}).get(width, ())
+            axis.plot([x for x, _ in there], [y for _, y in there], "o", mfc="none", color=f"C{i}", ms=7, alpha=0.6)
         axis.set(xscale="log", title=name, xlabel="learning rate")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
-    axes[0][0].set_ylabel(f"{NAMES[metric]} (%)")
+    axes[0][0].set_ylabel(f"{NAMES[metric]} (%)" + (", hollow: published" if published else ""))
     return figure
 
 
@@ -150,7 +200,7 @@ def feature_updates(
             lines[r.run.structure or "dense", r.run.aware][r.run.width] = r.results["feature_update"]
     if not lines:
         return None
-    figure, panel = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, panel = plt.subplots(figsize=(7, 4.9), layout="constrained")
     colours = {name: f"C{i}" for i, name in enumerate(_ordered(name for name, _ in lines))}
     for (name, aware), line in sorted(
         lines.items(), key=lambda item: (_ordered(colours).index(item[0][0]), not item[0][1])
@@ -163,13 +213,13 @@ def feature_updates(
             panel.plot(list(there), list(there.values()), "o", mfc="none", color=colours[name], ms=7, alpha=0.6)
     panel.set(xscale="log", yscale="log", xlabel="width", ylabel="RMS change of features per step")
     panel.grid(alpha=0.3, which="both")
-    panel.legend(frameon=False, fontsize=8, title="hollow: published" if published else None)
+    _legend(panel, "hollow: published" if published else "")
     return figure
 
 
 def curves(records: Iterable[Record]) -> Figure:
     """Training error against step, one line a run."""
-    figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
     ordered = sorted((r for r in records if r.curve), key=lambda r: (label(r), r.macs))
     names = _ordered(label(r) for r in ordered)
     for r in ordered:
@@ -183,7 +233,7 @@ def curves(records: Iterable[Record]) -> Figure:
     panel.set(xlabel="step", ylabel="train error (%)", yscale="log")
     _plain_ticks(panel)
     panel.grid(alpha=0.3)
-    panel.legend(frameon=False, fontsize=8, title="darker: more MACs")
+    _legend(panel, "darker: more MACs")
     return figure
 
 
@@ -197,9 +247,18 @@ def svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
+def _legend(panel: Any, title: str = "") -> None:
+    """Below the axes, where it hides nothing."""
+    handles, labels = panel.get_legend_handles_labels()
+    columns = 3 if max(map(len, labels), default=0) < 30 else 2
+    panel.figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8, title=title or None
+    )
+
+
 def _plain_ticks(panel: Any) -> None:
     low, high = panel.get_ylim()
-    ticks = [t for t in (0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50, 60, 80, 100) if low <= t <= high]
+    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50, 60, 80, 100) if low <= t <= high]
     if ticks:
         panel.set_yticks(ticks, [f"{t:g}" for t in ticks])
         panel.minorticks_off()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,10 +63,14 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 class Store:
-    """A folder of runs, one subfolder a key. Whatever is written is written whole or not at all."""
+    """A folder of runs, one subfolder a key. Whatever is written is written whole or not at all.
+
+    Files of JSON lines in the folder, as `write_records` makes them, count too: their runs are done.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        self.archived = {r.run.key: r for path in sorted(self.folder.glob("*.jsonl")) for r in read_records(path)}
 
     def place(self, run: Run) -> Path:
         return self.folder / run.key
@@ -74,7 +78,7 @@ class Store:
     def get(self, run: Run) -> Record | None:
         """The record of a run, if it has one."""
         path = self.place(run) / "record.json"
-        return self._read(path) if path.is_file() else None
+        return self._read(path) if path.is_file() else self.archived.get(run.key)
 
     def put(self, record: Record) -> Path:
         path = self.place(record.run) / "record.json"
@@ -99,8 +103,8 @@ class Store:
             yield True
 
     def __iter__(self) -> Iterator[Record]:
-        for path in sorted(self.folder.glob("*/record.json")):
-            yield self._read(path)
+        own = {r.run.key: r for r in map(self._read, sorted(self.folder.glob("*/record.json")))}
+        yield from (self.archived | own).values()
 
     def _read(self, path: Path) -> Record:
         try:
@@ -109,6 +113,23 @@ class Store:
             raise ButtressError(
                 f"{path} is not a record of this version: {error}; remove its folder to run it again"
             ) from error
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a file of JSON lines."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            found.append(Record.from_json(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ButtressError(f"line {number} of {path} is not a record of this version: {error}") from error
+    return found
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Records as a file of JSON lines, in an order that depends on nothing but them."""
+    ordered = sorted(records, key=lambda r: (r.run.task, r.run.model, r.run.structure, r.macs, r.run.to_json()))
+    write_text(path, "".join(record.to_json() + "\n" for record in ordered))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from html import escape
@@ -16,6 +16,7 @@ from buttress.lab import figures
 from buttress.lab.analysis import FitError, difference, fit, published, saving
 from buttress.lab.config import Run
 from buttress.lab.figures import Metric, label, points
+from buttress.lab.recipes import find
 from buttress.lab.records import Record, write_text
 
 STYLE = """
@@ -35,6 +36,8 @@ details { margin: .8rem 0; } summary { cursor: pointer; color: var(--soft); }
 @media print { body { font-size: 10.5pt; max-width: none; padding: 0; } .scroll { overflow: visible; }
   figure, table { break-inside: avoid; } }
 """
+FEW = 24
+"""Rows of a table that are shown without being asked for."""
 VARIED = ("structure", "width", "layers", "aware", "lr", "seed", "normalize")
 """Fields that may differ within one experiment; all others are its setting."""
 
@@ -46,7 +49,7 @@ def report(records: Iterable[Record], path: Path | str, title: str = "Runs") -> 
         raise ButtressError("there are no records to report on: run `buttress train` or `buttress sweep` first")
     groups: dict[Run, list[Record]] = defaultdict(list)
     for record in every:
-        groups[Run.of(asdict(record.run) | {name: _default(name) for name in VARIED})].append(record)
+        groups[_setting(record.run)].append(record)
     body = "".join(_experiment(setting, found) for setting, found in groups.items())
     page = (
         "<!doctype html>\n<html lang='en'>\n<head><meta charset='utf-8'>"
@@ -59,8 +62,14 @@ def report(records: Iterable[Record], path: Path | str, title: str = "Runs") -> 
     return Path(path)
 
 
-def _default(name: str) -> object:
-    return next(f.default for f in fields(Run) if f.name == name)
+def _setting(run: Run) -> Run:
+    """What a run has in common with the others of its experiment."""
+    return Run.of(asdict(run) | {f.name: f.default for f in fields(Run) if f.name in VARIED})
+
+
+def _is(setting: Run, recipe: str) -> bool:
+    """Whether an experiment has the setting of a recipe: then what was published of that can stand beside it."""
+    return setting in map(_setting, find(recipe).runs())
 
 
 def _summary(records: Sequence[Record]) -> str:
@@ -76,16 +85,20 @@ def _experiment(setting: Run, records: Sequence[Record]) -> str:
     if not done:
         return ""
     out = [
-        f"<h2>{escape(setting.task)}, {escape(setting.model)}</h2>\n<p class='soft'>{escape(_described(setting))}</p>\n"
+        f"<h2>{escape(setting.task)}, {escape(setting.model)}: {_kind(setting, done)}</h2>\n"
+        f"<p class='soft'>{escape(_described(setting))}</p>\n"
     ]
-    ours = setting.task == "cifar10" and setting.model == "mlp"
-    tuned = figures.landscape(done)
-    moved = figures.feature_updates(done, published.FEATURE_UPDATES if ours else None)
+    ours = _is(setting, "mlp-scaling")
+    tuned = figures.landscape(done, published=published.LANDSCAPE if _is(setting, "learning-rates") else None)
+    moved = figures.feature_updates(done, published.FEATURE_UPDATES if _is(setting, "feature-updates") else None)
     if moved is not None:
         text = "How much one step changes the last block's output, over the run; flat where the rates fit the width."
         out.append("<h3>Feature updates</h3>" + _figure(moved, text))
     elif tuned is not None:
-        out.append("<h3>Learning rates</h3>" + _figure(tuned, "Error against learning rate; a star marks the best."))
+        out.append("<h3>Learning rates</h3>" + _figure(tuned, "Train error against learning rate, best starred."))
+        tested = figures.landscape(done, "test_error")
+        assert tested is not None
+        out.append(_figure(tested, "Test error against learning rate, best starred."))
     else:
         for metric, there in (("train_error", published.TRAIN_ERROR), ("test_error", published.TEST_ERROR)):
             out.append(_scaling(done, metric, there if ours else None))  # type: ignore[arg-type]
@@ -93,12 +106,23 @@ def _experiment(setting: Run, records: Sequence[Record]) -> str:
         if bars is not None:
             out.append("<h3>Exponents of the train error</h3>" + _figure(bars, "With 95 % intervals of the bootstrap."))
         out.append(_savings(done))
-        out.append(
-            "<h3>Against time</h3>" + _figure(figures.scaling(done, against="seconds"), "Error against seconds.")
-        )
+        out.append("<h3>Against width</h3>" + _figure(figures.widths(done), "Train error against width."))
+        if (pace := figures.runtime(done)) is not None:
+            out.append("<h3>Time of a step</h3>" + _figure(pace, "Of runs that had their device to themselves."))
+            timed = [r for r in done if figures.alone(r)]
+            shown = figures.scaling(timed, against="seconds")
+            out.append("<h3>Against time</h3>" + _figure(shown, "Train error against all seconds of training."))
         out.append("<h3>On the way</h3>" + _figure(figures.curves(done), "Train error against step."))
     out += [_table(done), _commands(done)]
     return "".join(out)
+
+
+def _kind(setting: Run, done: Sequence[Record]) -> str:
+    """What an experiment varies, in a word or two."""
+    if setting.probe:
+        return "feature updates"
+    rates = max(Counter((label(r), r.run.width, r.run.seed) for r in done).values())
+    return "learning rates" if rates > 1 else "error against compute"
 
 
 def _described(setting: Run) -> str:
@@ -158,7 +182,10 @@ def _table(done: Sequence[Record]) -> str:
         for r in sorted(done, key=lambda r: (label(r), r.macs, r.run.lr, r.run.seed))
     ]  # fmt: skip
     head = ("structure", "width", "lr", "MACs", "parameters", "train error", "test error", "seconds", "examples/s")
-    return "<h3>All runs</h3>" + _rows(head, rows)
+    body = _rows(head, rows)
+    if len(rows) <= FEW:
+        return "<h3>All runs</h3>" + body
+    return f"<h3>All runs</h3><details><summary>{len(rows)} runs</summary>{body}</details>"
 
 
 def _commands(done: Sequence[Record]) -> str:

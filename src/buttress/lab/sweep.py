@@ -108,7 +108,7 @@ class _Worker:
     """One process that trains runs, one after the other."""
 
     def __init__(self, store: Store, device: str | None, data: Path | str | None, compiled: bool, workers: int) -> None:
-        arguments = (str(store.folder), device or "", str(data or ""), str(int(compiled)))
+        arguments = (str(store.folder), device or "", str(data or ""), str(int(compiled)), str(workers))
         threads = max(1, (os.cpu_count() or 1) // workers)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "buttress.lab.sweep", *arguments],
@@ -187,7 +187,7 @@ def _failed(store: Store, run: Run, error: str) -> None:
         store.put(Record(run, "failed", error=error))
 
 
-def work(store: Store, device: str | None, data: str | None, compiled: bool) -> None:
+def work(store: Store, device: str | None, data: str | None, compiled: bool, at_once: int) -> None:
     """A worker: runs come in as lines, news goes out as lines."""
     out = sys.stdout
     sys.stdout = sys.stderr  # what libraries print must not pass for news
@@ -224,7 +224,16 @@ def work(store: Store, device: str | None, data: str | None, compiled: bool) -> 
         busy.set()
         try:
             log = Lines(store.place(run) / "log.jsonl")
-            train(run, store=store, device=device, data=task(run.task), compiled=compiled, watch=watch, log=log)
+            train(
+                run,
+                store=store,
+                device=device,
+                data=task(run.task),
+                compiled=compiled,
+                watch=watch,
+                log=log,
+                at_once=at_once,
+            )
         except BrokenPipeError:
             return  # whoever asked for it is gone; the last checkpoint stays
         except Exception as error:
@@ -234,8 +243,8 @@ def work(store: Store, device: str | None, data: str | None, compiled: bool) -> 
 
 
 def main(arguments: Sequence[str]) -> None:
-    folder, device, data, compiled = arguments
-    work(Store(folder), device or None, data or None, compiled == "1")
+    folder, device, data, compiled, at_once = arguments
+    work(Store(folder), device or None, data or None, compiled == "1", int(at_once))
 
 
 if __name__ == "__main__":

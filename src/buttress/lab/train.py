@@ -84,6 +84,8 @@ class Trainer:
         self.shares = _shares(run, device)
         self.certain = torch.eye(task.classes, device=device)
         self.places = torch.arange(min(run.batch, len(self.order)), device=device)
+        self.fed = 0
+        """The step up to which a task that reads from disk knows what is wanted."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = 0
         """Steps since the last time that there was no graph: kernels are compiled in them, which a capture forbids."""
@@ -97,19 +99,29 @@ class Trainer:
             if self.step % self.per_epoch == 0 and self.task.epoch:
                 whole = torch.randperm(self.task.epoch, generator=self.generator, device=self.device)
                 self.order.copy_(whole[: len(self.order)])
+            if self.task.streams and self.fed <= self.step:
+                self._feed()
             self._once()
             self.step += 1
 
     @property
     def replays(self) -> bool:
-        """Whether steps are replayed from a CUDA graph; torch's SGD cannot be."""
-        return self.device.type == "cuda" and self.run.optimizer != "sgd"
+        """Whether steps are replayed from a CUDA graph; torch's SGD and what comes from disk cannot be."""
+        return self.device.type == "cuda" and self.run.optimizer != "sgd" and not self.task.streams
 
     def _tie(self) -> None:
         """Let the groups' rates be places of one tensor on the device: a graph replays their change."""
         if self.replays:
             for i, group in enumerate(self.optimizer.param_groups):
                 group["lr"] = self.now[i]
+
+    def _feed(self) -> None:
+        """Tell a task that reads from disk what is wanted for the rest of the epoch."""
+        epoch, first = divmod(self.step, self.per_epoch)
+        batches = self.order.view(self.per_epoch, -1)[first:].tolist()
+        # A batch's chances depend on its step alone, so they are the same when a run goes on in the middle.
+        self.task.follow([((self.run.seed, self.step + i), batch) for i, batch in enumerate(batches)])
+        self.fed = (epoch + 1) * self.per_epoch
 
     def _once(self) -> None:
         if not self.replays:
@@ -170,6 +182,8 @@ class Trainer:
                 group["lr"] = rate * factor.item()
         loss, error = self.loss(*self.batch())
         loss.backward()
+        if self.run.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         at = self.cursor.view(1)
@@ -223,6 +237,7 @@ class Trainer:
         for name in ("order", "losses", "errors", "changes"):
             getattr(self, name).copy_(state[name])
         self.cursor.fill_(self.step)
+        self.fed = 0
         if self.probe is not None:
             with _matmuls(self.run):
                 self.probe.change()
@@ -254,6 +269,8 @@ class Trainer:
 
             return check
 
+        if self.task.streams:
+            self._feed()
         leaves = [(n, m) for n, m in self.model.named_modules() if not any(m.children())]
         handles = [m.register_forward_hook(hook(n)) for n, m in leaves]
         with torch.no_grad():
@@ -261,6 +278,7 @@ class Trainer:
         for handle in handles:
             handle.remove()
         self.generator.set_state(kept)
+        self.fed = 0  # the batch was taken to look at it, and is wanted again
         if wrong:
             return f"the first output that is not finite is that of {wrong[0]}"
         return "" if loss.isfinite() else "every layer's output is finite, but not the loss of the logits"
@@ -303,15 +321,19 @@ def _optimizer(run: Run, model: nn.Module, task: Task, device: torch.device) -> 
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups)
     kind = torch.optim.AdamW if run.optimizer == "adamw" else torch.optim.Adam
+    betas = (0.9, run.beta2)
     if device.type != "cuda":
-        return kind(groups)
-    return kind(groups, fused=True, capturable=True)
+        return kind(groups, betas=betas)
+    return kind(groups, betas=betas, fused=True, capturable=True)
 
 
 def _schedule(run: Run, device: torch.device) -> Tensor:
     """The factor of the learning rate at each step."""
     steps = torch.arange(run.steps, dtype=torch.float64)
-    factor = 0.5 * (1 + torch.cos(math.pi * steps / run.steps)) if run.schedule == "cosine" else torch.ones_like(steps)
+    done = (steps - run.warmup).clamp(min=0) / max(1, run.steps - run.warmup)
+    factor = 0.5 * (1 + torch.cos(math.pi * done)) if run.schedule == "cosine" else torch.ones_like(steps)
+    if run.warmup:
+        factor *= ((steps + 1) / run.warmup).clamp(max=1)
     return factor.float().to(device)
 
 
@@ -344,20 +366,22 @@ def train(
     watch: Watch | None = None,
     log: Log | None = None,
     checkpoint_seconds: float = 30.0,
+    at_once: int = 1,
 ) -> Record:
     """Train a run to its end and return its record; with a store, go on from where it was and keep the record.
 
     A run that has a record is not run again. One that was killed continues from its last checkpoint. `data` is the
-    folder to look in, or the run's task if it is loaded already.
+    folder to look in, or the run's task if it is loaded already; `at_once` says how many runs share the device, for the
+    record: the times of such runs are not to be compared.
     """
     if store is None:
-        return _train(run, None, device_of(device), data, compiled, watch, log, checkpoint_seconds)
+        return _train(run, None, device_of(device), data, compiled, watch, log, checkpoint_seconds, at_once)
     with store.lock(run) as mine:
         if not mine:
             raise ButtressError(f"another process is training this run, in {store.place(run)}")
         if (known := store.get(run)) is not None and known.status == "done":
             return known
-        return _train(run, store, device_of(device), data, compiled, watch, log, checkpoint_seconds)
+        return _train(run, store, device_of(device), data, compiled, watch, log, checkpoint_seconds, at_once)
 
 
 def _train(
@@ -369,6 +393,7 @@ def _train(
     watch: Watch | None,
     log: Log | None,
     checkpoint_seconds: float,
+    at_once: int,
 ) -> Record:
     task = data if isinstance(data, Task) else load(run.task, where, data)
     trainer = Trainer(run, task, where, compiled=compiled)
@@ -398,7 +423,7 @@ def _train(
             if path is not None and trainer.step < run.steps and now - saved >= checkpoint_seconds:
                 _save(path, trainer.state() | {"seconds": spent + now - begin})
                 saved = now
-    record = _record(trainer, spent + time.perf_counter() - begin, 1e3 * median(paces or [0.0]))
+    record = _record(trainer, spent + time.perf_counter() - begin, 1e3 * median(paces or [0.0]), at_once)
     if store is not None and path is not None:
         store.put(record)
         path.unlink(missing_ok=True)
@@ -463,7 +488,7 @@ def _resume(trainer: Trainer, path: Path | None) -> float:
     return float(state["seconds"])
 
 
-def _record(trainer: Trainer, seconds: float, step_ms: float) -> Record:
+def _record(trainer: Trainer, seconds: float, step_ms: float, at_once: int) -> Record:
     run = trainer.run
     losses, errors = trainer.losses.cpu(), 100 * trainer.errors.cpu()
     tail = max(1, min(TAIL * trainer.per_epoch, run.steps // 5))
@@ -481,10 +506,11 @@ def _record(trainer: Trainer, seconds: float, step_ms: float) -> Record:
         results["examples"] = trainer.task.epoch
     if run.probe:
         results["feature_update"] = trainer.changes.mean().item()
+    made_on = machine(trainer.device) | {"at_once": str(at_once)}
     edges = sorted({round(i * run.steps / POINTS) for i in range(1, POINTS + 1)} - {0})
     starts = [0, *edges[:-1]]
     curve = tuple(
-        (end, losses[start:end].mean().item(), errors[start:end].mean().item())
+        (end, round(losses[start:end].mean().item(), 4), round(errors[start:end].mean().item(), 3))
         for start, end in zip(starts, edges, strict=True)
     )
-    return Record(run, "done", results, trainer.params, trainer.macs, curve, "", machine(trainer.device))
+    return Record(run, "done", results, trainer.params, trainer.macs, curve, "", made_on)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from buttress import ButtressError
 from buttress.lab.config import nearest
+
+Batch = tuple[tuple[int, ...], Sequence[int]]
+"""What a batch's random numbers are seeded with, and the numbers of its examples."""
 
 _REGISTRY: dict[str, type[Task]] = {}
 
@@ -28,6 +31,8 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
+    streams: ClassVar[bool] = False
+    """Whether examples are read on the host as training goes on, in the order that `follow` was told."""
     shape: tuple[int, ...]
     classes: int
     epoch: int | None
@@ -39,6 +44,9 @@ class Task(ABC):
     @abstractmethod
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Augmented inputs and targets of the training examples at `index`."""
+
+    def follow(self, batches: Sequence[Batch]) -> None:  # noqa: B027  (most need not know)
+        """What is wanted next, where examples are read as training goes on; `draw` is called for each in turn."""
 
     @abstractmethod
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:

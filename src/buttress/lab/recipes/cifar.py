@@ -121,6 +121,28 @@ def vit_ffn() -> Iterator[Run]:
             yield replace(VIT, width=1024, lr=lr, structure="btt", layers="ffn", aware=aware)
 
 
+VIT_WIDTHS = {
+    "": (32, 64, 128, 256, 384, 512, 640, 768),
+    "btt": (64, 128, 256, 512, 1024, 2048, 4096),
+    "monarch": (32, 96, 256, 512, 768, 1024),
+    "low_rank(fraction=0.1)": (64, 256, 1024),
+    "kronecker": (64, 512, 4096),
+    "tensor_train(rank=8)": (32, 256, 2048),
+}
+
+
+@recipe
+def vit_scaling() -> Iterator[Run]:
+    """Error against MACs of the ViT on CIFAR-10: figure 4 of the paper, which shows CIFAR-100 (task=cifar100).
+
+    39,000 steps of 256 images each.
+    """
+    for structure, widths in VIT_WIDTHS.items():
+        layers: Layers = "hidden" if structure.startswith("low") else "all"
+        for width in widths:
+            yield replace(VIT, structure=structure, width=width, layers=layers)
+
+
 @recipe
 def vit() -> Iterator[Run]:
     """The ViT of width 256 on CIFAR-10, dense and BTT, 200 epochs."""

@@ -1,0 +1,143 @@
+"""ImageNet, or whatever lies in folders by class, read from disk by worker processes and augmented there by timm."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from buttress import MissingExtraError
+from buttress.lab.data.base import Batch, DataError, Task, task
+
+SIZE = 224
+SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
+Pick = tuple[int, int]
+"""An image's number, and the seed of all that is random about it."""
+Transform = Callable[[Any], Tensor]
+
+
+@task("imagenet")
+class ImageNet(Task):
+    """`train/<class>/*` and `val/<class>/*`, in the folder itself or in its subfolder `imagenet`."""
+
+    shape = (3, SIZE, SIZE)
+    streams = True
+
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
+        self.device = device
+        self.train, self.val = (_Images(root, _transform(root.name == "train")) for root in _roots(folder))
+        if self.train.classes != self.val.classes:
+            odd = sorted(set(self.train.classes) ^ set(self.val.classes))[:5]
+            raise DataError(f"train and val in {folder} have different classes: {', '.join(odd)} and perhaps more")
+        self.classes = len(self.train.classes)
+        self.epoch = len(self.train)
+        self.batches: Iterator[tuple[Tensor, Tensor]] = iter(())
+
+    def follow(self, batches: Sequence[Batch]) -> None:
+        # A seed of its own for each image, so that it does not matter which worker reads it.
+        picks = [
+            list(zip(numbers, np.random.SeedSequence(seed).generate_state(len(numbers)).tolist(), strict=True))
+            for seed, numbers in batches
+        ]
+        self.batches = iter(self._loader(self.train, picks))
+
+    def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x, y = next(self.batches)
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        whole = range(len(self.val))
+        picks = [[(i, 0) for i in whole[start : start + batch]] for start in whole[::batch]]
+        for x, y in self._loader(self.val, picks):
+            yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    def _loader(self, images: _Images, picks: Sequence[Sequence[Pick]]) -> DataLoader[tuple[Tensor, int]]:
+        workers = min(len(picks), max(0, (os.cpu_count() or 1) - 1), 16)
+        return DataLoader(
+            images,
+            batch_sampler=picks,  # type: ignore[arg-type]
+            num_workers=workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # or it would draw a number from the one that all share
+        )
+
+
+class _Images(Dataset[tuple[Tensor, int]]):
+    def __init__(self, root: Path, transform: Transform) -> None:
+        self.transform = transform
+        self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        self.files = [
+            (path, label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((root / name).iterdir())
+            if path.suffix.lower() in SUFFIXES
+        ]
+        if not self.files:
+            raise DataError(f"{root} has no images: it needs a subfolder for each class, with image files in it")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, pick: Pick) -> tuple[Tensor, int]:
+        from PIL import Image, UnidentifiedImageError
+
+        (path, label), seed = self.files[pick[0]], pick[1]
+        try:
+            with _seeded(seed), Image.open(path) as image:
+                return self.transform(image.convert("RGB")), label
+        except UnidentifiedImageError as error:
+            raise DataError(f"{path} is no image: remove it") from error
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """timm's transforms draw from the global generators; outside of a worker others use these too."""
+    alone = get_worker_info() is None
+    kept = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if alone else None
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            random.setstate(kept[0])
+            np.random.set_state(kept[1])
+            torch.set_rng_state(kept[2])
+
+
+def _roots(folder: Path | None) -> list[Path]:
+    if folder is not None:
+        for place in (folder, folder / "imagenet"):
+            if (place / "train").is_dir() and (place / "val").is_dir():
+                return [place / "train", place / "val"]
+    where = f"which are not in {folder}" if folder else "and no folder was given"
+    raise DataError(
+        f"imagenet needs the folders train and val, each with a subfolder of images for every class, {where}: "
+        "get them from https://image-net.org and give the folder as --data or in BUTTRESS_DATA"
+    )
+
+
+def _transform(training: bool) -> Transform:
+    """The paper's augmentation; its colour jitter is off, because timm turns it off beside RandAugment."""
+    try:
+        from timm.data.transforms_factory import create_transform
+    except ImportError as error:
+        raise MissingExtraError(f"images in folders need timm: pip install 'buttress[vision]' ({error})") from None
+    made: Transform
+    if training:
+        made = create_transform(
+            SIZE, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", interpolation="random",
+            re_prob=0.25, re_mode="pixel",
+        )  # fmt: skip
+    else:
+        made = create_transform(SIZE, is_training=False, interpolation="bicubic", crop_pct=SIZE / 256)
+    return made
