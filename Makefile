@@ -28,7 +28,7 @@ test-slow: $(READY)
 	$(BIN)/pytest -m slow
 
 docs: $(READY)
-	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/generate.py --figures
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py

@@ -1,8 +1,8 @@
 """Write the generated pages and tables: python docs/generate.py [--check]
 
 docs/structures.md is the table of structures and docs/api.md the public names, both from the code itself. Tables
-between `<!-- name -->` and `<!-- end -->` in README.md and docs/speed.md come from the records under results/.
-With --check nothing is written; the exit status says whether everything is fresh.
+between `<!-- name -->` and `<!-- end -->` in README.md, docs/speed.md and docs/cifar.md come from the records under
+results/. With --check nothing is written; the exit status says whether everything is fresh.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import csv
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
+
 import buttress as bt
+from buttress.lab import figures
+from buttress.lab.analysis import Point, difference, fit, published
+from buttress.lab.records import Record, read_records
 
 HERE = Path(__file__).parent
 WIDTH = 1024
@@ -244,7 +249,86 @@ def goals_table() -> str:
     return table("layer | what | goal | now | reached", rows)
 
 
+def runs(name: str) -> list[Record]:
+    return read_records(HERE.parent / "results" / "h200" / "lab" / f"{name}.jsonl")
+
+
+def between(line: Sequence[tuple[float, float]], x: float) -> str:
+    """A published curve at x, on a straight line in logarithms between its points."""
+    xs, ys = np.log(np.array(line)).T
+    return f"{np.exp(np.interp(np.log(x), xs, ys)):.1f}"
+
+
+def cifar_table() -> str:
+    rows = []
+    for r in sorted(runs("mlp-scaling"), key=lambda r: (r.run.structure, r.macs)):
+        name = r.run.structure or "dense"
+        found = ((r.results[f"{part}_error"], there[name]) for part, there in
+                 (("train", published.TRAIN_ERROR), ("test", published.TEST_ERROR)))  # fmt: skip
+        errors = [cell for ours, there in found for cell in (f"{ours:.1f}", between(there, r.macs))]
+        rows.append((name, f"{r.run.width}", f"{r.macs:,}", *errors, f"{r.results['seconds']:.0f}"))
+    return table("structure | width | MACs | train error | published | test error | published | seconds", rows)
+
+
+def exponents_table() -> str:
+    rows = []
+    lines = figures.points(runs("mlp-scaling"))
+    for name, line in lines.items():
+        structure = name.partition(",")[0]
+        there = [Point(x, y) for x, y in published.TRAIN_ERROR[structure]]
+        value, error = published.EXPONENTS[structure]
+        ours, apart, same = "too few sizes", "", ""
+        if len(line) >= 3:
+            law = fit(line)
+            ours = f"{law.exponent:.3f} ± {law.exponent_error:.3f}"
+            apart = "" if name == "dense" else str(difference(line, lines["dense"])).split(",")[0] + ")"
+            window = (line[0].macs / 1.15, line[-1].macs * 1.15)
+            again = fit(there, window=window)
+            same = f"{again.exponent:.3f} ± {again.exponent_error:.3f}"
+        rows.append((name, f"{len(line)}", ours, apart, same, f"{value:.3f} ± {error:.3f}"))
+    return table("structure | sizes | exponent | less dense's | published points of the same MACs | published", rows)
+
+
+def features_table() -> str:
+    found = {(r.run.structure, r.run.aware, r.run.width): r.results["feature_update"] for r in runs("feature-updates")}
+    sizes = sorted({width for *_, width in found})
+    rows = []
+    for name, aware in dict.fromkeys((s, a) for s, a, _ in sorted(found, key=lambda k: (k[0], not k[1]))):
+        there = published.FEATURE_UPDATES["aware" if aware else "naive"][name]
+        cells = (f"{found[name, aware, w]:.4f} / {there[w]:.4f}" for w in sizes)
+        rows.append((name + ("" if aware else ", naive"), *cells))
+    return table("structure | " + " | ".join(f"width {w}" for w in sizes), rows)
+
+
+def rates_table() -> str:
+    found: dict[tuple[str, bool, int], list[Record]] = {}
+    for r in runs("learning-rates"):
+        found.setdefault((r.run.structure, r.run.aware, r.run.width), []).append(r)
+    rows = []
+    for (name, aware, width), same in sorted(found.items(), key=lambda item: (item[0][0], not item[0][1], item[0][2])):
+        best = min(same, key=lambda r: r.results["train_error"])
+        there = published.LANDSCAPE["aware" if aware else "naive"].get(name, {}).get(width, ())
+        least = min(there, key=lambda p: p[1], default=None)
+        label = (name or "dense") + ("" if aware else ", naive")
+        was = f"{least[0]:g} ({least[1]:.1f} %)" if least else "not given"
+        rows.append((label, str(width), f"{best.run.lr:g} ({best.results['train_error']:.1f} %)", was))
+    return table("structure | width | best learning rate | published best", rows)
+
+
+FIGURES = {
+    "cifar_train.png": lambda: figures.scaling(runs("mlp-scaling"), published=published.TRAIN_ERROR),
+    "cifar_updates.png": lambda: figures.feature_updates(runs("feature-updates"), published.FEATURE_UPDATES),
+    "cifar_rates.png": lambda: figures.landscape(runs("learning-rates"), published=published.LANDSCAPE),
+    "cifar_time.png": lambda: figures.runtime(runs("mlp-scaling")),
+}
+
 TABLES = {
+    "docs/cifar.md": {
+        "cifar": cifar_table,
+        "exponents": exponents_table,
+        "features": features_table,
+        "rates": rates_table,
+    },
     "docs/speed.md": {"layers": layers_table, "goals": goals_table, "decode": decode_table, "gpt2": gpt2_table},
     "README.md": {"speed": short_table},
 }
@@ -264,7 +348,13 @@ def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are fresh")
-    check = parser.parse_args().check
+    parser.add_argument("--figures", action="store_true", help="also draw the figures of docs/cifar.md")
+    given = parser.parse_args()
+    check = given.check
+    for name, draw in FIGURES.items() if given.figures else ():
+        figure = draw()
+        assert figure is not None
+        figure.savefig(HERE / name, dpi=110)
     stale = []
     pages = {HERE / name: make() for name, make in PAGES.items()}
     pages |= {(p := HERE.parent / name): filled(p.read_text(), tables) for name, tables in TABLES.items()}

@@ -6,13 +6,14 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import buttress as bt
 from buttress.advise import Advice, Option
-from buttress.ops import measured
+from buttress.ops import fused, measured
 from buttress.ops.hops import route
 from buttress.ops.measured import Row, Times
 from buttress.ops.tuning import Backward, Forward, Tuning
@@ -204,3 +205,16 @@ def test_tf32_has_rows_of_its_own() -> None:
         assert not prefers(bt.BTT(), 1024, 1024, torch.bfloat16)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_where_a_graph_launches_the_device_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = row(bt.BTT(), 1024, 4096, triton=1.0, bmm=2.0)
+    eager = {"triton": replace(known.times["triton"], both_eager=5.0), "bmm": known.times["bmm"]}
+    measured.keep(CARD, [replace(known, times=eager)])
+    monkeypatch.setattr(fused, "TRITON", True)
+    x = SimpleNamespace(device=torch.device("cuda", 0), shape=(4096, 1024), dtype=torch.bfloat16)
+    chain = bt.BTT().chain(1024, 1024)
+    assert not fused.preferred(chain, x)  # type: ignore[arg-type]
+    with bt.graphed(), bt.graphed():
+        assert fused.preferred(chain, x)  # type: ignore[arg-type]
+    assert not fused.preferred(chain, x)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from buttress.errors import (
     StructureError,
 )
 from buttress.layer import StructuredLinear
+from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.project import Projection, project
 from buttress.scaling import init_std, lr_multiplier
@@ -75,6 +76,7 @@ __all__ = [
     "cost",
     "densify_",
     "explain",
+    "graphed",
     "init_std",
     "lr_multiplier",
     "param_groups",

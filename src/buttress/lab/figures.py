@@ -124,13 +124,14 @@ def exponents(
 def widths(records: Iterable[Record], metric: Metric = "train_error") -> Figure:
     """Error against width: what a structure makes of the same memory for activations."""
     figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    seen: set[int] = set()
     for i, (name, line) in enumerate(points(records, metric).items()):
         there = [(int(p.label.removeprefix("width ")), p.error) for p in line]
+        seen |= {width for width, _ in there}
         panel.plot(*zip(*sorted(there), strict=True), "o-", color=f"C{i}", ms=4, lw=1.2, label=name)
     panel.set(xscale="log", yscale="log", xlabel="width", ylabel=f"{NAMES[metric]} (%)")
     _plain_ticks(panel)
-    seen = sorted({int(x) for line in panel.get_lines() for x in line.get_xdata()})
-    panel.set_xticks(seen, [str(x) for x in seen], rotation=45)
+    panel.set_xticks(sorted(seen), [str(width) for width in sorted(seen)], rotation=45)
     panel.grid(alpha=0.3, which="both")
     _legend(panel)
     return figure

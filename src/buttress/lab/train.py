@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress import ButtressError, cost
+from buttress import ButtressError, cost, graphed
 from buttress.lab.build import groups_of, model_of
 from buttress.lab.config import ConfigError, Run
 from buttress.lab.data import Task, load
@@ -170,7 +170,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.precision == "bfloat16")
 
     def _update(self) -> None:
-        with _matmuls(self.run):
+        with _matmuls(self.run), graphed() if self.replays else nullcontext():
             self._update_now()
 
     def _update_now(self) -> None:

@@ -15,13 +15,14 @@ from torch import Tensor
 from buttress.chain import Chain
 from buttress.errors import ButtressError, ShapeError
 from buttress.ops import bmm, flops, fused, reference
+from buttress.ops.fused import graphed
 
 flops.register_if_cheap()
 
 Impl = Literal["reference", "bmm", "triton"]
 IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply, "triton": fused.apply}
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "prepare"]
+__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "graphed", "prepare"]
 
 
 def prepare(chain: Chain) -> None:

@@ -100,9 +100,27 @@ def preferred(chain: Chain, x: Tensor) -> bool:
     tokens = measured.MANY if compiling else x.shape[0]
     where = x.device.index or 0
     faster: bool = measured.prefers_kernels(
-        chain.memo["signature"], x.dtype, where, tokens, torch.is_grad_enabled(), compiling
+        chain.memo["signature"], x.dtype, where, tokens, torch.is_grad_enabled(), compiling or _replayed > 0
     )
     return faster
+
+
+_replayed = 0
+
+
+@contextmanager
+def graphed() -> Iterator[None]:
+    """Let layers choose their implementation as if launching were free, which it is where a CUDA graph is replayed.
+
+    Use it around the steps that warm up and around the capture, so that both make the same choice. A compiler needs
+    no such hint.
+    """
+    global _replayed  # noqa: PLW0603
+    _replayed += 1
+    try:
+        yield
+    finally:
+        _replayed -= 1
 
 
 _forced: list[Tuning] = []
