@@ -25,7 +25,7 @@ from buttress.lab.config import ConfigError, Run, with_fields
 from buttress.lab.data import DataError, load
 from buttress.lab.data import cifar as cifar_module
 from buttress.lab.data.augment import chances, crops, enlarge, random_resized_crop
-from buttress.lab.logs import Lines
+from buttress.lab.logs import Lines, TensorBoard
 from buttress.lab.recipes import find, recipes
 from buttress.lab.records import Record, Store, write_records
 from buttress.lab.sweep import News, sweep
@@ -635,3 +635,18 @@ def test_gradients_are_clipped_together() -> None:
     ratios = [a / b for a, b in zip(*moves, strict=True) if b > 0]
     assert max(ratios) < 0.1
     assert max(ratios) / min(ratios) < 1.01
+
+
+def test_tensorboard_forgets_what_was_lost(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = TensorBoard(tmp_path)
+    for step in (100, 200, 300):
+        log.write(step, loss=1.0)
+    again = TensorBoard(tmp_path)  # the run was killed and goes on from its checkpoint at step 200
+    again.rewind(200)
+    again.write(300, loss=2.0)
+    seen = EventAccumulator(str(tmp_path))
+    seen.Reload()
+    assert [(e.step, e.value) for e in seen.Scalars("loss")] == [(100, 1.0), (200, 1.0), (300, 2.0)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,12 @@ class TensorBoard(Log):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingExtraError("TensorBoard logs need it installed: pip install tensorboard") from None
-        self.writer: Any = SummaryWriter(str(folder))
+        self.open: Callable[..., Any] = partial(SummaryWriter, str(folder))
+        self.writer = self.open()
+
+    def rewind(self, step: int) -> None:
+        self.writer.close()
+        self.writer = self.open(purge_step=step + 1)
 
     def write(self, step: int, **numbers: float) -> None:
         for name, value in numbers.items():

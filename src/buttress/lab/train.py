@@ -321,10 +321,7 @@ def _optimizer(run: Run, model: nn.Module, task: Task, device: torch.device) -> 
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups)
     kind = torch.optim.AdamW if run.optimizer == "adamw" else torch.optim.Adam
-    betas = (0.9, run.beta2)
-    if device.type != "cuda":
-        return kind(groups, betas=betas)
-    return kind(groups, betas=betas, fused=True, capturable=True)
+    return kind(groups, betas=(0.9, run.beta2), fused=True, capturable=device.type == "cuda")
 
 
 def _schedule(run: Run, device: torch.device) -> Tensor:
