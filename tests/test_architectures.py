@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import buttress as bt
 
-FULL = bt.BTT(rank=16)
+FULL = bt.LowRank(fraction=1.0)
 """Holds any matrix of up to 256 inputs or outputs."""
 WORDS = 50
 

@@ -1,5 +1,7 @@
 """Projection: as near as the theory allows, exact where it can be, and clear where it cannot."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 import buttress as bt
 import oracles
-from buttress import ops
+from buttress import ops, refine
 
 sizes = st.integers(1, 30)
 some = settings(deadline=None, derandomize=True, max_examples=25)
@@ -28,8 +30,29 @@ def dense_form(structure: bt.Structure, found: bt.Projection, weight: Tensor) ->
     return ops.dense(chain, list(found.factors.values()))
 
 
+def capped(structure: bt.Structure, d_in: int, d_out: int) -> Any:
+    """The structure with no rank above its bound, as the refusals advise."""
+    while True:
+        try:
+            bt.project(structure, torch.eye(d_out, d_in))
+        except bt.StructureError as error:
+            advice = re.search(r"at the bond [a-z]+(\d*) is above .* ask for at most (\d+)$", str(error))
+            if advice is None:
+                raise
+            most, rank = int(advice[2]), structure.rank  # type: ignore[attr-defined]
+            less: int | tuple[int, ...] = most
+            if advice[1]:
+                ranks = rank if isinstance(rank, tuple) else (rank,) * (structure.cores - 1)  # type: ignore[attr-defined]
+                less = tuple(most if i == int(advice[1]) else r for i, r in enumerate(ranks, 1))
+            assert less != rank
+            structure = replace(structure, rank=less)  # type: ignore[type-var]
+        else:
+            return structure
+
+
 def check_lost(structure: bt.Structure, weight: Tensor, lost: float) -> None:
     """The projection loses exactly this sum of squares, and says so."""
+    structure = capped(structure, weight.shape[1], weight.shape[0])
     found = bt.project(structure, weight)
     gone = (dense_form(structure, found, weight) - weight).square().sum().item()
     total = weight.square().sum().item()
@@ -193,7 +216,7 @@ STRUCTURES = [
 @pytest.mark.parametrize("text", STRUCTURES)
 @pytest.mark.parametrize(("i", "o"), [(24, 36), (36, 24), (64, 64), (1, 1)])
 def test_projecting_twice_changes_nothing(text: str, i: int, o: int) -> None:
-    structure = bt.parse(text)
+    structure = capped(bt.parse(text), i, o)
     w = matrix(o, i)
     once = dense_form(structure, bt.project(structure, w), w)
     again = bt.project(structure, once)
@@ -204,7 +227,7 @@ def test_projecting_twice_changes_nothing(text: str, i: int, o: int) -> None:
 @pytest.mark.parametrize("text", [t for t in STRUCTURES if "train" not in t and t != "kronecker"])
 @pytest.mark.parametrize(("i", "o"), [(13, 29), (29, 13), (31, 31), (2, 67)])
 def test_projecting_twice_changes_nothing_with_padding(text: str, i: int, o: int) -> None:
-    structure = bt.parse(text)
+    structure = capped(bt.parse(text), i, o)
     w = matrix(o, i)
     once = dense_form(structure, bt.project(structure, w), w)
     assert bt.project(structure, once).relative_error < 1e-11
@@ -214,7 +237,7 @@ def test_projecting_twice_changes_nothing_with_padding(text: str, i: int, o: int
 @pytest.mark.parametrize(("i", "o"), [(24, 36), (13, 29), (47, 5)])
 def test_never_worse_than_zero(text: str, i: int, o: int) -> None:
     for seed in range(3):
-        assert bt.project(bt.parse(text), matrix(o, i, seed)).relative_error <= 1
+        assert bt.project(capped(bt.parse(text), i, o), matrix(o, i, seed)).relative_error <= 1
 
 
 # ---------------------------------------------------------------- more cores
@@ -254,7 +277,7 @@ def test_three_core_block_train_is_within_the_same_bound(ranks: tuple[int, int])
 @pytest.mark.parametrize(("cores", "d", "full"), [(2, 36, 36), (3, 27, 9), (4, 16, 16)])
 def test_full_rank_is_exact_and_every_rank_better_than_none(kind: Any, cores: int, d: int, full: int) -> None:
     w = matrix(d, d)
-    errors = [bt.project(kind(rank=r, cores=cores), w).relative_error for r in (1, 2, full)]
+    errors = [bt.project(capped(kind(rank=r, cores=cores), d, d), w).relative_error for r in (1, 2, full)]
     assert errors[0] < 1
     assert errors[-1] < 1e-11
     if cores == 2:
@@ -314,7 +337,7 @@ def test_any_chain_finds_its_own_or_is_refused_clearly(structure: bt.Structure) 
 @pytest.mark.parametrize("text", STRUCTURES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_other_dtypes(text: str, dtype: torch.dtype) -> None:
-    structure = bt.parse(text)
+    structure = capped(bt.parse(text), 24, 36)
     w = torch.randn(36, 24, dtype=torch.float64).to(dtype)
     found = bt.project(structure, w)
     assert {t.dtype for t in found.factors.values()} == {dtype}
@@ -329,9 +352,10 @@ def test_other_dtypes(text: str, dtype: torch.dtype) -> None:
 
 def test_zero_matrix() -> None:
     for text in STRUCTURES:
-        found = bt.project(bt.parse(text), torch.zeros(36, 24))
+        structure = capped(bt.parse(text), 24, 36)
+        found = bt.project(structure, torch.zeros(36, 24))
         assert found.relative_error == 0
-        assert torch.count_nonzero(dense_form(bt.parse(text), found, torch.zeros(36, 24))) == 0
+        assert torch.count_nonzero(dense_form(structure, found, torch.zeros(36, 24))) == 0
         assert all(t.isfinite().all() for t in found.factors.values())
 
 
@@ -346,7 +370,8 @@ def test_weight_is_left_alone() -> None:
 def test_strided_weight() -> None:
     w = matrix(24, 36).T
     for text in STRUCTURES:
-        one, two = bt.project(bt.parse(text), w), bt.project(bt.parse(text), w.contiguous())
+        structure = capped(bt.parse(text), 24, 36)
+        one, two = bt.project(structure, w), bt.project(structure, w.contiguous())
         assert one.relative_error == pytest.approx(two.relative_error, rel=1e-9, abs=1e-12)
 
 
@@ -354,9 +379,10 @@ def test_strided_weight() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 def test_layer_from_dense_is_the_projection(text: str, normalize: bool) -> None:
     linear = nn.Linear(24, 36, dtype=torch.float64)
-    layer = bt.StructuredLinear.from_dense(linear, bt.parse(text), normalize=normalize)
-    found = bt.project(bt.parse(text), linear.weight)
-    near = dense_form(bt.parse(text), found, linear.weight)
+    structure = capped(bt.parse(text), 24, 36)
+    layer = bt.StructuredLinear.from_dense(linear, structure, normalize=normalize)
+    found = bt.project(structure, linear.weight)
+    near = dense_form(structure, found, linear.weight)
     torch.testing.assert_close(layer.to_dense().detach(), near, rtol=1e-9, atol=1e-12)
     assert torch.equal(layer.bias, linear.bias)
     x = torch.randn(3, 24, dtype=torch.float64)
@@ -375,3 +401,119 @@ def test_no_empty_matrices(shape: tuple[int, int]) -> None:
     for text in STRUCTURES:
         with pytest.raises(bt.ButtressError, match=r">= 1, got 0|got a size of 0"):
             bt.project(bt.parse(text), torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("structure", "i", "o", "most"),
+    [(bt.BTT(rank=5), 20, 30, 4), (bt.LowRank(rank=21), 20, 30, 20), (bt.TensorTrain(rank=21), 20, 30, 20)],
+)
+def test_a_rank_above_the_bound_is_refused_with_advice(structure: bt.Structure, i: int, o: int, most: int) -> None:
+    with pytest.raises(bt.StructureError, match=f"holds any {o} x {i} matrix exactly: ask for at most {most}$"):
+        bt.project(structure, matrix(o, i))
+    assert bt.project(capped(structure, i, o), matrix(o, i)).relative_error < 1e-11
+
+
+# ---------------------------------------------------------------- sweeps, and inputs that are known
+
+
+def correlated(d: int, seed: int = 0, count: int = 400) -> Tensor:
+    """Inputs as networks have them: few strong directions, many weak ones."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(d, d, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, d, dtype=torch.float64)
+    return torch.randn(count, d, generator=generator, dtype=torch.float64) @ mix.T
+
+
+def outputs_off(structure: bt.Structure, found: bt.Projection, w: Tensor, x: Tensor) -> float:
+    return ((x @ (dense_form(structure, found, w) - w).T).norm() / (x @ w.T).norm()).item()
+
+
+@pytest.mark.parametrize("text", STRUCTURES)
+@pytest.mark.parametrize(("i", "o"), [(24, 36), (13, 29), (30, 7), (5, 1)])
+def test_sweeps_never_make_it_worse(text: str, i: int, o: int) -> None:
+    structure = capped(bt.parse(text), i, o)
+    w = matrix(o, i)
+    errors = [bt.project(structure, w, sweeps=sweeps).relative_error for sweeps in (0, 1, 4)]
+    assert errors[1] <= errors[0] * (1 + 1e-12) + 1e-13
+    assert errors[2] <= errors[1] * (1 + 1e-12) + 1e-13
+
+
+@pytest.mark.parametrize(
+    ("text", "i", "o"),
+    [("kronecker", 13, 29), ("tensor_train(rank=2)", 31, 31), ("tensor_train(rank=2, cores=3)", 27, 27)],
+)
+def test_sweeps_help_where_the_closed_form_is_not_the_best(text: str, i: int, o: int) -> None:
+    plain, swept = (bt.project(bt.parse(text), matrix(o, i), sweeps=sweeps).relative_error for sweeps in (0, 20))
+    assert swept < plain * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("text", [t for t in STRUCTURES if t != "dense"])
+@pytest.mark.parametrize(("i", "o"), [(24, 36), (29, 13)])
+def test_known_inputs_make_outputs_nearer(text: str, i: int, o: int) -> None:
+    structure = capped(bt.parse(text), i, o)
+    generator = torch.Generator().manual_seed(1)
+    w, x = torch.randn(o, i, generator=generator, dtype=torch.float64), correlated(i)
+    plain, aware = bt.project(structure, w), bt.project(structure, w, moments=x.T @ x / len(x), damping=1e-9)
+    assert aware.output_error == pytest.approx(outputs_off(structure, aware, w, x), rel=1e-4, abs=1e-6)
+    before = outputs_off(structure, plain, w, x)
+    # A convolution's three numbers have little to choose from.
+    assert aware.output_error < (1 - 1e-6 if text == "convolution" else 0.9) * before or before < 1e-6
+
+
+@given(sizes, sizes, st.integers(1, 4), st.integers(0, 99))
+@some
+def test_low_rank_on_known_inputs_is_the_best_there_is(i: int, o: int, rank: int, seed: int) -> None:
+    structure = capped(bt.LowRank(rank=rank), i, o)
+    w, x = matrix(o, i, seed), correlated(i, seed)
+    h = x.T @ x
+    found = bt.project(structure, w, moments=h, damping=1e-6, sweeps=0)
+    full = torch.linalg.cholesky(h + 1e-6 * h.diagonal().mean() * torch.eye(i, dtype=h.dtype))
+    values = torch.linalg.svdvals(w @ full)
+    best = (values[structure.rank :].norm() / values.norm()).item()
+    assert found.output_error == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+def test_blocks_that_do_not_mix_are_solved_at_once() -> None:
+    """Uncorrelated inputs of unequal sizes: whitening alone is the best, and sweeps find nothing better."""
+    w, scale = matrix(36, 24), torch.logspace(0, 3, 24, dtype=torch.float64)
+    at_once, swept = (
+        bt.project(bt.BTT(rank=2), w, moments=scale.diag(), damping=1e-12, sweeps=sweeps).output_error
+        for sweeps in (0, 10)
+    )
+    assert swept == pytest.approx(at_once, rel=1e-9)
+    assert at_once < bt.project(bt.BTT(rank=2), w).relative_error or at_once < 1
+
+
+def test_each_factor_of_a_sweep_is_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the equations of one factor written out column by column."""
+    monkeypatch.setattr(refine, "STEPS", 200)
+    for text, i, o in (("btt(rank=2)", 12, 20), ("tensor_train(rank=2)", 12, 20), ("monarch(blocks=3)", 13, 11)):
+        structure = bt.parse(text)
+        chain = structure.chain(i, o)
+        w, x = matrix(o, i), correlated(i, count=i)
+        factors = [
+            torch.randn(f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) for f in chain.factors
+        ]
+        for at, factor in enumerate(factors):
+            found = refine._solved(chain, factors, at, x @ w.T, x)
+            columns = []
+            for n in range(factor.numel()):
+                unit = torch.zeros(factor.numel(), dtype=torch.float64)
+                unit[n] = 1
+                columns.append(ops.apply(chain, x, [*factors[:at], unit.view_as(factor), *factors[at + 1 :]]).flatten())
+            system = torch.stack(columns, 1)
+            best = (
+                system @ torch.linalg.lstsq(system, (x @ w.T).flatten()[:, None], driver="gelsd").solution
+            ).flatten()
+            reached = ops.apply(chain, x, [*factors[:at], found, *factors[at + 1 :]]).flatten()
+            wanted = (x @ w.T).flatten()
+            start = (ops.apply(chain, x, factors).flatten() - wanted).norm()
+            assert (reached - wanted).norm() - (best - wanted).norm() < 1e-4 * start, (text, at)
+
+
+def test_moments_must_be_those_of_inputs() -> None:
+    with pytest.raises(bt.ShapeError, match=r"the moments of 24 inputs are \(24, 24\)"):
+        bt.project(bt.BTT(), matrix(36, 24), moments=torch.eye(5))
+    with pytest.raises(bt.ShapeError, match="not those of any inputs"):
+        bt.project(bt.BTT(), matrix(36, 24), moments=-torch.eye(24))
+    dead = torch.zeros(24, 24, dtype=torch.float64)
+    assert bt.project(bt.BTT(), matrix(36, 24), moments=dead).relative_error < 1

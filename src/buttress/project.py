@@ -7,7 +7,12 @@ ordinary matrix, and its truncated SVD is the best split. The rest is treated th
 factor is left. With two factors the result is optimal in Frobenius norm: low rank, Kronecker (Van
 Loan), Monarch, two-core Tensor-Train and BTT. With more it is the paper's greedy recursion. One
 exception: a structure that shares its factors and is padded (Kronecker and Tensor-Train of sizes that
-do not split) also fits the padding's zeros, and comes out near the best rather than at it.
+do not split) also fits the padding's zeros, and comes out near the best rather than at it. Sweeps of
+alternating least squares (refine.py) bring it and chains of more factors nearer.
+
+With the second moments of a layer's inputs the nearest matrix is the one whose outputs are nearest. The blocks of
+the first factor are whitened first: where inputs of different blocks are uncorrelated, or there is one block, as
+for low rank, the result is again optimal; sweeps take care of the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from torch import Tensor
 
 from buttress import ops
 from buttress.chain import Axes, Chain, Factor
-from buttress.errors import ChainError, ShapeError
+from buttress.errors import ChainError, ShapeError, StructureError
+from buttress.refine import refine, root
 from buttress.scaling import init_std
 from buttress.structures import Structure
 
@@ -32,14 +38,28 @@ class Projection:
     factors: dict[str, Tensor]
     relative_error: float
     """Frobenius norm of the difference over that of the matrix."""
+    output_error: float
+    """The same of the outputs on inputs with the given second moments; without these, on white noise: equal."""
 
 
 @torch.no_grad()
-def project(structure: Structure, weight: Tensor) -> Projection:
+def project(
+    structure: Structure,
+    weight: Tensor,
+    *,
+    moments: Tensor | None = None,
+    sweeps: int | None = None,
+    damping: float = 1e-2,
+) -> Projection:
     """The matrix of this structure nearest to `weight`, of shape (d_out, d_in).
 
+    With `moments`, the (d_in, d_in) mean of x x^T over the layer's inputs x (see `moments()`), the one whose outputs
+    are nearest; `damping` times their mean diagonal is added, for directions that were never seen. `sweeps` of
+    alternating least squares follow, ten by default where moments are given and none otherwise; they never make
+    it worse.
+
     Law: project(s, dense form of project(s, W)) has error 0, and W of the structure is found, up to
-    rounding. The error is that of the factors before they are rounded to the weight's dtype.
+    rounding. Errors are those of the factors before they are rounded to the weight's dtype.
     """
     if weight.dim() != 2:
         raise ShapeError(f"project takes a (d_out, d_in) matrix, got a tensor of shape {tuple(weight.shape)}")
@@ -48,19 +68,73 @@ def project(structure: Structure, weight: Tensor) -> Projection:
     d_out, d_in = weight.shape
     chain = structure.chain(d_in, d_out)
     exact = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    if moments is None:
+        tensors = _nearest(chain, exact)
+        inputs = None
+        if sweeps:
+            inputs = torch.eye(d_in, dtype=exact.dtype, device=exact.device)
+            tensors = refine(chain, tensors, exact.mT.contiguous(), inputs, sweeps)
+    else:
+        if moments.shape != (d_in, d_in):
+            raise ShapeError(f"the moments of {d_in} inputs are ({d_in}, {d_in}), got {tuple(moments.shape)}")
+        lower = root(moments.to(exact), damping)
+        inputs = lower.mT.contiguous()
+        tensors = _whitened(chain, exact, lower)
+        tensors = refine(chain, tensors, inputs @ exact.mT, inputs, SWEEPS if sweeps is None else sweeps)
+    tensors = _balance(chain, tensors)
+    off = ops.dense(chain, tensors) - exact
+    error = _over(off, exact)
+    found = {f.name: t.to(weight.dtype) for f, t in zip(chain.factors, tensors, strict=True)}
+    return Projection(found, error, error if moments is None else _over(off @ lower, exact @ lower))
+
+
+SWEEPS = 10
+
+
+def _over(part: Tensor, whole: Tensor) -> float:
+    return float(torch.linalg.norm(part) / torch.linalg.norm(whole).clamp_min(1e-30))
+
+
+def _whitened(chain: Chain, exact: Tensor, lower: Tensor) -> list[Tensor]:
+    """The nearest where inputs correlate within the first factor's blocks alone, or the plain nearest if better."""
+    plain = _nearest(chain, exact)
+    first = chain.factors[0]
+    if chain.window or first.regroup:
+        return plain
+    pad_in = chain.padding[0]
+    order = _on_x(chain, first.batch_axes + first.shared_axes + first.in_axes, exact.device)
+    padded = F.pad(lower, (0, pad_in, 0, pad_in))[order]
+    blocks = padded.reshape(first.blocks, first.shared, first.d_in, -1)
+    # Padding and blocks that nothing reaches have no moments: the identity does for them.
+    own = (blocks @ blocks.mT).mean(1)
+    empty = own.diagonal(dim1=-2, dim2=-1) <= 0
+    own.diagonal(dim1=-2, dim2=-1)[empty] = 1
+    mix = torch.linalg.cholesky(own)
+    columns = F.pad(exact, (0, pad_in))[:, order].reshape(-1, first.blocks, first.shared, first.d_in)
+    white = torch.empty_like(columns).reshape(len(exact), -1)
+    white[:, order] = torch.einsum("ogsd,gde->ogse", columns, mix).reshape(len(exact), -1)
+    tensors = _nearest(chain, white[:, : chain.d_in])
+    tensors[0] = torch.linalg.solve_triangular(mix, tensors[0], upper=False, left=False)
+    wanted = exact @ lower
+    return min((tensors, plain), key=lambda t: _over(ops.dense(chain, t) @ lower - wanted, wanted))
+
+
+def _on_x(chain: Chain, axes: Axes, device: torch.device) -> Tensor:
+    """Number of the padded input at each place of a tensor with these axes, which are those of x."""
+    grid = torch.arange(chain.size(chain.x), device=device).reshape([chain.sizes[a] for a in chain.x])
+    return _permute(grid, chain.x, axes).flatten()
+
+
+def _nearest(chain: Chain, exact: Tensor) -> list[Tensor]:
+    """The closed form: optimal for two factors, greedy for more."""
     pad_in, pad_out = chain.padding
     tensor, axes = _on_axes(chain, F.pad(exact, (0, pad_in, 0, pad_out)))
     # Where an axis of x and y belongs to no factor, the best entry is the mean over the real ones.
     copies, _ = _on_axes(chain, F.pad(torch.ones_like(exact), (0, pad_in, 0, pad_out)))
     tensor = tensor / copies.clamp_min(1)
     if any(f.regroup for f in chain.factors):
-        tensors = _deal(chain, tensor, axes)
-    else:
-        tensors = _peel(chain, chain.factors, tensor, axes)
-    tensors = _balance(chain, tensors)
-    error = torch.linalg.norm(ops.dense(chain, tensors) - exact) / torch.linalg.norm(exact).clamp_min(1e-30)
-    found = {f.name: t.to(weight.dtype) for f, t in zip(chain.factors, tensors, strict=True)}
-    return Projection(found, error.item())
+        return _deal(chain, tensor, axes)
+    return _peel(chain, chain.factors, tensor, axes)
 
 
 def _balance(chain: Chain, tensors: list[Tensor]) -> list[Tensor]:
@@ -106,6 +180,11 @@ def _peel(chain: Chain, factors: tuple[Factor, ...], tensor: Tensor, axes: Axes)
     theirs = tuple(a for a in axes if a not in first.axes)
     blocks = _permute(tensor, axes, (*keep, *theirs, *mine))
     blocks = blocks.reshape(chain.size(keep), chain.size(theirs), chain.size(mine))
+    if chain.size(bond) > (full := min(blocks.shape[1:])):
+        raise StructureError(
+            f"a rank of {chain.size(bond)} at the bond {' '.join(bond)} is above {full}, with which it already holds "
+            f"any {chain.d_out} x {chain.d_in} matrix exactly: ask for at most {full}"
+        )
     left, right, root = _truncated_svd(blocks, chain.size(bond))
 
     def unfold(t: Tensor, names: Axes) -> Tensor:
