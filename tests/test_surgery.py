@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 import buttress as bt
 
-FULL = bt.BTT(rank=8)
+FULL = bt.LowRank(fraction=1.0)
 """Holds any matrix of up to 64 inputs or outputs."""
 
 

@@ -8,6 +8,7 @@ optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 
 from buttress.advise import Advice, advise, calibrate
 from buttress.attention import ProjectedAttention, SplitLinear
+from buttress.budget import Budget, Choice, budget
 from buttress.chain import Chain, Factor
 from buttress.cost import Cost, cost
 from buttress.errors import (
@@ -20,6 +21,7 @@ from buttress.errors import (
     StructureError,
 )
 from buttress.layer import StructuredLinear
+from buttress.moments import moments
 from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.project import Projection, project
@@ -47,9 +49,11 @@ __all__ = [
     "Advice",
     "BTT",
     "BlockDiagonal",
+    "Budget",
     "ButtressError",
     "Chain",
     "ChainError",
+    "Choice",
     "Convolution",
     "Cost",
     "Dense",
@@ -72,6 +76,7 @@ __all__ = [
     "StructuredLinear",
     "TensorTrain",
     "advise",
+    "budget",
     "calibrate",
     "cost",
     "densify_",
@@ -79,6 +84,7 @@ __all__ = [
     "graphed",
     "init_std",
     "lr_multiplier",
+    "moments",
     "param_groups",
     "parse",
     "project",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from buttress.table import render, show
 log = logging.getLogger(__name__)
 
 Init = Literal["mup", "project"]
+Errors = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class ReplacedRow:
     padding: str
     zero_start: bool
     projection_error: float | None
+    output_error: float | None
+    """Relative error of the layer's outputs, where the moments of its inputs were given."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Report:
 
         sums = [total(n) for n in ("params_before", "params_after", "macs_before", "macs_after")]
         whole = f"model: {show(self.model_params_before)} -> {show(self.model_params_after)} parameters"
-        return render(self.rows, total=[f"{len(self.rows)} layers", "", "", *sums, "", "", ""]) + f"\n{whole}"
+        return render(self.rows, total=[f"{len(self.rows)} layers", "", "", *sums, "", "", "", ""]) + f"\n{whole}"
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,8 @@ def replace_(
     init: Init = "mup",
     normalize: bool = False,
     split: Mapping[str, int | Sequence[int]] | None = None,
+    moments: Mapping[str, Tensor] | None = None,
+    sweeps: int | None = None,
     dry_run: bool = False,
 ) -> Report:
     """Replace linear layers by structured ones, in place; if anything fails the model is as it was.
@@ -155,13 +161,16 @@ def replace_(
     Linear layers are nn.Linear, transformers' Conv1D, and the projections q_proj, k_proj, v_proj and
     out_proj of nn.MultiheadAttention. `init="mup"` draws new weights (zero stays zero), "project"
     keeps the nearest to the old ones. `split` maps globs of fused layers to the number of equal
-    parts, or to a tuple of output sizes: {"*.c_attn": 3}. `dry_run` only reports. Biases stay as they
-    are. Replace before wrapping a model in DDP or FSDP and before adding hooks.
+    parts, or to a tuple of output sizes: {"*.c_attn": 3}. `moments`, from `moments()`, make "project" look for
+    the nearest outputs instead of the nearest weights; `sweeps` are those of `project`. `dry_run` only reports.
+    Biases stay as they are. Replace before wrapping a model in DDP or FSDP and before adding hooks.
 
     >>> report = replace_(model, {"*.mlp.*": BTT(rank=2), "*.attn.*": Monarch(4)})
     """
     if init not in ("mup", "project"):
         raise PlanError(f"init must be 'mup' or 'project', got {init!r}")
+    if init == "mup" and (moments is not None or sweeps is not None):
+        raise PlanError("moments and sweeps are for init='project': new weights have nothing to be near to")
     refuse_wrapped(model)
     sites = find(model)
     entries = _entries(model, plan, sites, normalize, split or {})
@@ -170,7 +179,8 @@ def replace_(
     for entry in entries:
         site = sites[entry.name]
         try:
-            module, described = _build(model, site, entry, init, dry_run)
+            fill = partial(_fill, moments=(moments or {}).get(entry.name), sweeps=sweeps, dry_run=dry_run)
+            module, described = _build(model, site, entry, fill if init == "project" else None, dry_run)
         except ButtressError as error:
             raise PlanError(f"{entry.name or '(model)'}: {error}; the model is unchanged") from error
         made.append((site, module))
@@ -262,6 +272,18 @@ def _entries(
     return entries
 
 
+def chosen_layers(model: nn.Module, layers: Mapping[str, bool] | None) -> dict[str, Site]:
+    """The linear layers that globs choose, first match wins; without any, all but the output head."""
+    sites = find(model)
+    if layers is None:
+        head = _head(model)
+        return {n: site for n, site in sites.items() if id(site.owner) not in head}
+    chosen, idle = first_match(layers, sites)
+    for glob, why in idle.items():
+        raise PlanError(f"no linear layer matches {glob!r}: {why}")
+    return {n: sites[n] for n, wanted in chosen.items() if wanted}
+
+
 def _check_saved(plan: Plan, sites: Mapping[str, Site]) -> None:
     names = [e.name for e in plan.entries]
     for name in names:
@@ -329,7 +351,11 @@ def _head(model: nn.Module) -> set[int]:
 
 
 def _build(
-    model: nn.Module, site: Site, entry: PlanEntry, init: Init, dry_run: bool
+    model: nn.Module,
+    site: Site,
+    entry: PlanEntry,
+    fill: Callable[[StructuredLinear, Tensor], Errors] | None,
+    dry_run: bool,
 ) -> tuple[nn.Module, list[ReplacedRow]]:
     if site.owner in (model, model._modules.get("_orig_mod")):
         raise PlanError(
@@ -361,22 +387,22 @@ def _build(
             entry.structure,
             bias=False,
             # What is projected starts where the weight is, whatever a plan remembers of an earlier start.
-            zero_init=blank if entry.zero_init is None or init == "project" else entry.zero_init[i],
+            zero_init=blank if entry.zero_init is None or fill else entry.zero_init[i],
             normalize=entry.normalize,
             device="meta" if dry_run else weight.device,
             dtype=weight.dtype,
         )
-        error = _fill(layer, weight, dry_run) if init == "project" else None
+        errors = fill(layer, weight) if fill else (None, None)
         for part in (layer.factors, layer.gains):
             part.requires_grad_(linear.weight.requires_grad)
         layer.bias = bias
         name = entry.name if len(sizes) == 1 else f"{entry.name}[{i}]"
-        rows.append(_row(name, site.kind, layer, error))
+        rows.append(_row(name, site.kind, layer, *errors))
         parts.append(layer.train(linear.training))
     return (parts[0] if len(sizes) == 1 else SplitLinear(parts).train(linear.training)), rows
 
 
-def _row(name: str, kind: str, layer: StructuredLinear, error: float | None) -> ReplacedRow:
+def _row(name: str, kind: str, layer: StructuredLinear, error: float | None, output_error: float | None) -> ReplacedRow:
     pad_in, pad_out = layer.chain.padding
     dense = layer.in_features * layer.out_features
     return ReplacedRow(
@@ -390,20 +416,23 @@ def _row(name: str, kind: str, layer: StructuredLinear, error: float | None) -> 
         padding=f"in +{pad_in}, out +{pad_out}" if pad_in or pad_out else "",
         zero_start=layer.zero_init,
         projection_error=error,
+        output_error=output_error,
     )
 
 
-def _fill(layer: StructuredLinear, weight: Tensor, dry_run: bool) -> float:
-    """Give a layer the factors nearest to a weight; returns the relative error."""
+def _fill(
+    layer: StructuredLinear, weight: Tensor, *, moments: Tensor | None, sweeps: int | None, dry_run: bool
+) -> Errors:
+    """Give a layer the factors nearest to a weight; returns the relative errors of the weight and of outputs."""
     if weight.is_meta:
         raise PlanError("init='project' needs the weights, but the model is on the meta device")
     if not bool(weight.any()):
         # A zero start is exact, and leaves the other factors something to learn from.
-        return 0.0
-    found = project(layer.structure, weight)
+        return 0.0, None
+    found = project(layer.structure, weight, moments=moments, sweeps=sweeps)
     if not dry_run:
         layer.assign(found.factors)
-    return found.relative_error
+    return found.relative_error, None if moments is None else found.output_error
 
 
 def _count_after(model: nn.Module, made: list[tuple[Site, nn.Module]]) -> int:

@@ -39,6 +39,11 @@ class Structure(ABC):
         """The options worth comparing where nobody asked for any: its defaults, if it has them."""
         return (cls(),) if all(f.default is not MISSING for f in fields(cls)) else ()  # type: ignore[arg-type]
 
+    @classmethod
+    def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
+        """Members of many costs for a layer of this size, for whoever has a budget; the ladder by default."""
+        yield from cls.ladder()
+
     def __str__(self) -> str:
         """The text that `parse` reads back; options at their defaults are left out."""
         shown = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """Independent dense blocks along the diagonal."""
 
+from collections.abc import Iterator
+
 from buttress.chain import Chain
 from buttress.structures.base import Structure, positive, structure
 
@@ -12,6 +14,11 @@ class BlockDiagonal(Structure):
 
     def __post_init__(self) -> None:
         positive(self, blocks=self.blocks)
+
+    @classmethod
+    def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
+        most = min(d_in, d_out)
+        yield from (cls(blocks=blocks) for blocks in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2) if blocks <= most)
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         g = max(1, min(self.blocks, d_in, d_out))

@@ -1,5 +1,7 @@
 """Block Tensor-Train, the structure of the paper: Tensor-Train without the sharing."""
 
+from collections.abc import Iterator
+
 from buttress.chain import Chain
 from buttress.structures.base import Structure, Train, bonds, structure
 
@@ -22,6 +24,11 @@ class BTT(Structure):
     @classmethod
     def ladder(cls) -> tuple[Structure, ...]:
         return tuple(cls(rank=rank) for rank in (1, 2, 4, 8))
+
+    @classmethod
+    def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
+        sizes = cls().chain(d_in, d_out).sizes
+        yield from (cls(rank=rank) for rank in range(1, min(sizes["d"], sizes["a"]) + 1))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         train = Train.of(d_in, d_out, bonds(self, self.rank, self.cores))

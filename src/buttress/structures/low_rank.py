@@ -1,5 +1,6 @@
 """W = U V with a narrow waist."""
 
+from collections.abc import Iterator
 from math import ceil, isqrt, sqrt
 
 from buttress.chain import Chain
@@ -25,6 +26,12 @@ class LowRank(Structure):
             raise StructureError(f"LowRank: fraction must lie in (0, 1], got {self.fraction!r}")
         if self.fraction is not None:
             object.__setattr__(self, "fraction", float(self.fraction))  # numpy's floats have another text
+
+    @classmethod
+    def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
+        most = min(d_in, d_out)
+        # Some three dozen ranks, closer together where they are small.
+        yield from (cls(rank=rank) for rank in sorted({max(1, round(most * (i / 36) ** 1.5)) for i in range(1, 37)}))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         small = min(d_in, d_out)

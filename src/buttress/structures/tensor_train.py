@@ -1,5 +1,7 @@
 """Tensor-Train: a sum of Kronecker products over a rank, and its form with more cores."""
 
+from collections.abc import Iterator
+
 from buttress.chain import Chain
 from buttress.structures.base import Structure, Train, bonds, structure
 
@@ -17,6 +19,12 @@ class TensorTrain(Structure):
 
     def __post_init__(self) -> None:
         bonds(self, self.rank, self.cores)
+
+    @classmethod
+    def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
+        sizes = cls().chain(d_in, d_out).sizes
+        most = min(sizes["b"] * sizes["d"], sizes["a"] * sizes["c"])
+        yield from (cls(rank=2**i) for i in range(most.bit_length()))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         train = Train.of(d_in, d_out, bonds(self, self.rank, self.cores))

@@ -1,0 +1,197 @@
+"""Which structure and rank for each layer, so that the whole fits a budget and loses the least.
+
+Each layer has a few options, each with a cost and a loss: the part of its output's energy that is lost. What is to be
+small is their sum. Between neighbouring options on a layer's lower convex hull lies a price, loss for cost; taking all
+steps that cost less than one common price is the best plan for what it costs (Everett), and prices are tried by taking
+steps in their order while they fit. Only the last step can leave a little of the budget unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from buttress.errors import PlanError, StructureError
+from buttress.project import project
+from buttress.sites import Site
+from buttress.structures import Structure, parse, structures
+from buttress.surgery import Plan, PlanEntry, chosen_layers
+from buttress.table import render, show
+
+Cost = Literal["macs", "params"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of one layer."""
+
+    name: str
+    structure: str
+    """"dense" where it stays as it is."""
+    cost_before: float
+    cost_after: float
+    loss: float
+    """Part of the output's energy that is lost: the square of the relative error."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A plan, what it costs and what each layer loses; `str` gives a table."""
+
+    plan: Plan
+    rows: tuple[Choice, ...]
+
+    @property
+    def kept(self) -> float:
+        """The part of the cost that is left."""
+        return sum(r.cost_after for r in self.rows) / sum(r.cost_before for r in self.rows)
+
+    def __str__(self) -> str:
+        sums = [show(sum(getattr(r, n) for r in self.rows)) for n in ("cost_before", "cost_after", "loss")]
+        return render(self.rows, total=[f"{len(self.rows)} layers", f"keeps {self.kept:.1%}", *sums])
+
+
+def budget(
+    model: nn.Module,
+    keep: float,
+    *,
+    candidates: Iterable[Structure | type[Structure] | str] | None = None,
+    moments: Mapping[str, Tensor] | None = None,
+    cost: Cost | Callable[[Structure | None, int, int], float] = "macs",
+    layers: Mapping[str, bool] | None = None,
+    watch: Callable[[str, int, int], None] | None = None,
+) -> Budget:
+    """The plan that keeps at most the part `keep` of the linear layers' cost and loses the least.
+
+    Candidates are structures, texts, or classes of structures, which stand for their whole family; by default all
+    families without sharing. Staying dense is always an option. `cost` is "macs", "params", or a function of a
+    structure (None for nn.Linear), d_in and d_out, such as measured time. Layers are all but the output head, or those
+    whose name matches a glob that maps to True, first match wins. `moments` makes losses those of the outputs on real
+    inputs.
+    """
+    if not 0 < keep <= 1:
+        raise PlanError(f"keep is the part of the cost that is left, above 0 and at most 1; got {keep!r}")
+    sites = chosen_layers(model, layers)
+    price = _price(cost)
+    options: dict[str, list[Choice]] = {}
+    for done, (name, site) in enumerate(sites.items()):
+        if watch:
+            watch(name, done, len(sites))
+        options[name] = _options(site, _members(candidates, site), (moments or {}).get(name), price)
+    chosen = _spend(options, keep)
+    plan = Plan(tuple(PlanEntry(n, parse(c.structure)) for n, c in chosen.items() if c.structure != DENSE))
+    return Budget(plan, tuple(chosen.values()))
+
+
+DENSE = "dense"
+
+
+def _price(cost: Cost | Callable[[Structure | None, int, int], float]) -> Callable[[Structure | None, int, int], float]:
+    if callable(cost):
+        return cost
+    if cost not in ("macs", "params"):
+        raise PlanError(f"cost is 'macs', 'params' or a function, got {cost!r}")
+
+    def count(structure: Structure | None, d_in: int, d_out: int) -> float:
+        return d_in * d_out if structure is None else float(getattr(structure.chain(d_in, d_out), cost))
+
+    return count
+
+
+def _members(candidates: Iterable[Structure | type[Structure] | str] | None, site: Site) -> list[Structure]:
+    linear = site.read()
+    sizes = linear.in_features, linear.out_features
+    if candidates is None:
+        kinds = [cls for cls in structures().values() if (some := cls.ladder()) and not _shares(some[0], *sizes)]
+        return [member for cls in kinds for member in cls.family(*sizes)]
+    found: list[Structure] = []
+    for candidate in candidates:
+        if isinstance(candidate, type):
+            found += candidate.family(*sizes)
+        elif isinstance(candidate, str) and candidate in structures():
+            found += structures()[candidate].family(*sizes)
+        else:
+            found.append(parse(candidate) if isinstance(candidate, str) else candidate)
+    return found
+
+
+def _shares(structure: Structure, d_in: int, d_out: int) -> bool:
+    return structure.chain(d_in, d_out).shares_parameters
+
+
+@torch.no_grad()
+def _options(
+    site: Site,
+    members: Sequence[Structure],
+    moments: Tensor | None,
+    price: Callable[[Structure | None, int, int], float],
+) -> list[Choice]:
+    """Every option of a layer that is cheaper than dense, and dense itself."""
+    if site.odd:
+        raise PlanError(f"{site.name}: {site.odd}")
+    linear = site.read()
+    sizes = linear.in_features, linear.out_features
+    dense = price(None, *sizes)
+    found = [Choice(site.name, DENSE, dense, dense, 0.0)]
+    for member in members:
+        after = price(member, *sizes)
+        if after >= dense:
+            continue
+        try:
+            loss = project(member, linear.weight, moments=moments, sweeps=SWEEPS if moments is not None else 0)
+        except StructureError:
+            continue  # its rank is above the bound: a cheaper one is exact
+        found.append(Choice(site.name, str(member), dense, after, loss.output_error**2))
+    return found
+
+
+SWEEPS = 2
+"""Enough to compare options by; the plan that is chosen may be projected with more."""
+
+
+def _hull(options: Sequence[Choice]) -> list[Choice]:
+    """From cheapest to dearest, those that no mixture of two others beats."""
+    hull: list[Choice] = []
+    for option in sorted(options, key=lambda c: (c.cost_after, c.loss)):
+        if hull and option.loss >= hull[-1].loss:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _slope(cheap: Choice, dear: Choice) -> float:
+    return (dear.loss - cheap.loss) / (dear.cost_after - cheap.cost_after)
+
+
+def _spend(options: Mapping[str, Sequence[Choice]], keep: float) -> dict[str, Choice]:
+    hulls = {name: _hull(found) for name, found in options.items()}
+    left = keep * sum(found[0].cost_before for found in options.values())
+    chosen = {name: hull[0] for name, hull in hulls.items()}
+    left -= sum(c.cost_after for c in chosen.values())
+    if left < -1e-9:
+        least = sum(c.cost_after for c in chosen.values()) / sum(c.cost_before for c in chosen.values())
+        raise PlanError(f"the cheapest options keep {least:.1%} already: ask for more than that, or add candidates")
+    steps = [(_slope(a, b), name, b) for name, hull in hulls.items() for a, b in pairwise(hull)]
+    stuck: set[str] = set()
+    for _, name, option in sorted(steps, key=lambda s: (s[0], s[1])):
+        more = option.cost_after - chosen[name].cost_after
+        # A layer whose next step does not fit stays; its later steps would skip one.
+        if name in stuck or more > left:
+            stuck.add(name)
+            continue
+        chosen[name] = option
+        left -= more
+    for name, found in options.items():  # what is left over, where a step between the hull's corners fits
+        fits = [c for c in found if c.cost_after - chosen[name].cost_after <= left and c.loss < chosen[name].loss]
+        if fits:
+            best = min(fits, key=lambda c: c.loss)
+            left -= best.cost_after - chosen[name].cost_after
+            chosen[name] = best
+    return chosen

@@ -1,0 +1,93 @@
+"""What a model's linear layers are given: second moments of their inputs, gathered as data streams by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from buttress.errors import PlanError
+from buttress.naming import first_match
+from buttress.sites import find
+
+
+@torch.no_grad()
+def moments(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    layers: Iterable[str] = ("*",),
+    run: Callable[[nn.Module, Any], object] | None = None,
+    weigh: Callable[[Any], Tensor | None] | None = None,
+) -> dict[str, Tensor]:
+    """E[x x^T] of the inputs x of each linear layer whose name matches a glob of `layers`: (d_in, d_in), float32.
+
+    `batches` may be of any length: memory is that of one batch and of the moments. A batch that is a mapping is passed
+    as keywords, a tuple or list as arguments, anything else as the one argument; `run(model, batch)` does otherwise.
+    `weigh(batch)` gives a weight for each token, such as an attention mask, so that padding does not count; a mapping's
+    "attention_mask" is taken without asking.
+
+    >>> seen = moments(model, loader)
+    >>> replace_(model, BTT(rank=4), init="project", moments=seen)
+    """
+    sites = find(model)
+    chosen, idle = first_match(dict.fromkeys(layers), sites)
+    for glob, why in idle.items():
+        raise PlanError(f"no linear layer matches {glob!r}: {why}")
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, float] = {}
+    weights: Tensor | None = None
+    shared: dict[int, tuple[Tensor, Tensor, float]] = {}
+
+    def gather(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+            x = given[0] if given else keywords.get("input")
+            if not isinstance(x, Tensor):
+                raise PlanError(
+                    f"{name} was called with {type(x).__name__} instead of a tensor: leave it out of layers"
+                )
+            if id(x) not in shared:  # q, k and v are given the same tensor
+                rows = x.detach().reshape(-1, x.shape[-1]).float()
+                count = float(len(rows))
+                if weights is not None and weights.numel() == len(rows):
+                    kept = weights.reshape(-1, 1).to(rows)
+                    rows, count = rows * kept.sqrt(), float(kept.sum())
+                shared[id(x)] = x, rows.mT @ rows, count
+            _, product, count = shared[id(x)]
+            sums[name] = sums[name] + product if name in sums else product.clone()
+            counts[name] = counts.get(name, 0.0) + count
+
+        return hook
+
+    handles = [
+        sites[name].owner.register_forward_pre_hook(gather(name), with_kwargs=True)
+        for name in chosen
+        if not isinstance(sites[name].owner, nn.MultiheadAttention)
+    ]
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            weights = (weigh or _mask)(batch)
+            (run or _call)(model, batch)
+            shared.clear()
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    if not sums:
+        raise PlanError("no linear layer was reached: give at least one batch, and layers that the model uses")
+    return {name: sums[name] / max(counts[name], 1.0) for name in chosen if name in sums}
+
+
+def _call(model: nn.Module, batch: Any) -> object:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _mask(batch: Any) -> Tensor | None:
+    found = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return found if isinstance(found, Tensor) else None

@@ -1,0 +1,173 @@
+"""Calibration and budgets: what layers are given, and what to spend where."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import buttress as bt
+from buttress.budget import Choice, _spend
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 36)
+        self.q, self.k = nn.Linear(36, 30, bias=False), nn.Linear(36, 30)
+        self.head = nn.Linear(30, 5)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        h = self.first(x).relu()
+        return self.head(self.q(h) * self.k(h))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+class TestMoments:
+    def test_they_are_the_mean_of_outer_products(self) -> None:
+        model = net()
+        batches = [torch.randn(4, 7, 24), torch.randn(1, 24), torch.randn(3, 24)]
+        found = bt.moments(model, batches)
+        assert set(found) == {"first", "q", "k", "head"}
+        rows = torch.cat([b.reshape(-1, 24) for b in batches])
+        torch.testing.assert_close(found["first"], rows.T @ rows / len(rows))
+        hidden = model.first(rows).relu()
+        torch.testing.assert_close(found["q"], (hidden.T @ hidden / len(rows)).detach())
+        torch.testing.assert_close(found["q"], found["k"])
+        assert not any(m._forward_pre_hooks for m in model.modules())
+        assert model.training
+
+    def test_masked_tokens_do_not_count(self) -> None:
+        x, mask = torch.randn(2, 5, 24), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+        found = bt.moments(net(), [{"x": x, "attention_mask": mask}], layers=["first"])
+        seen = x[mask.bool()]
+        torch.testing.assert_close(found["first"], seen.T @ seen / 8)
+
+    def test_other_ways_to_call(self) -> None:
+        x = torch.randn(3, 24)
+        plain = bt.moments(net(), [x])
+        for batches, run in (([(x,)], None), ([{"x": x}], None), ([{"data": x}], lambda m, b: m(b["data"]))):
+            again: Any = bt.moments(net(), batches, run=run)
+            assert all(torch.equal(plain[n], again[n]) for n in plain)
+
+    def test_what_cannot_be_is_told(self) -> None:
+        with pytest.raises(bt.PlanError, match="no linear layer matches"):
+            bt.moments(net(), [torch.randn(2, 24)], layers=["nothing.*"])
+        with pytest.raises(bt.PlanError, match="no linear layer was reached"):
+            bt.moments(net(), [])
+
+    def test_they_bring_outputs_nearer(self) -> None:
+        torch.manual_seed(1)
+        x = torch.randn(500, 24) * torch.logspace(0, -2, 24) @ torch.linalg.qr(torch.randn(24, 24)).Q
+        wanted = net()(x)
+        seen = bt.moments(net(), x.split(100))
+        off = []
+        for known in (None, seen):
+            model = net()
+            report = bt.replace_(model, bt.BTT(rank=2), init="project", moments=known)
+            off.append((model(x) - wanted).norm().item())
+            assert all((row.output_error is None) == (known is None) for row in report.rows)
+        assert off[1] < 0.7 * off[0]
+        with pytest.raises(bt.PlanError, match="for init='project'"):
+            bt.replace_(net(), bt.BTT(), moments=seen)
+
+
+options = st.lists(st.tuples(st.integers(1, 9), st.floats(0.01, 1)), min_size=1, max_size=4)
+
+
+class TestBudget:
+    @given(st.lists(options, min_size=1, max_size=4), st.floats(0.3, 1))
+    @settings(deadline=None, derandomize=True, max_examples=200)
+    def test_it_fits_and_is_near_the_best(self, layers: list[list[tuple[int, float]]], keep: float) -> None:
+        """Against every combination. Greedy over hulls is at most one step of one layer behind."""
+        found = {
+            str(i): [
+                Choice(str(i), "dense", 10, 10, 0.0),
+                *(Choice(str(i), f"s{j}", 10, c, e) for j, (c, e) in enumerate(o)),
+            ]
+            for i, o in enumerate(layers)
+        }
+        limit = keep * 10 * len(layers)
+        every = [c for c in itertools.product(*found.values()) if sum(x.cost_after for x in c) <= limit + 1e-9]
+        if not every:
+            with pytest.raises(bt.PlanError, match=r"keep .* already"):
+                _spend(found, keep)
+            return
+        chosen = _spend(found, keep).values()
+        assert sum(c.cost_after for c in chosen) <= limit + 1e-6
+        best = min(sum(x.loss for x in c) for c in every)
+        assert sum(c.loss for c in chosen) <= best + max(c.loss for o in found.values() for c in o) + 1e-9
+        if keep == 1:
+            assert sum(c.loss for c in chosen) == 0
+
+    def test_a_plan_for_a_model(self) -> None:
+        model = net()
+        found = bt.budget(model, 0.5)
+        assert found.kept <= 0.5
+        assert {r.name for r in found.rows} == {"first", "q", "k"}, "the head stays"
+        report = bt.Plan.from_json(found.plan.to_json()).apply_(model, init="project")
+        by_name = {r.name: r for r in found.rows}
+        for row in report.rows:
+            assert by_name[row.name].structure == row.structure
+            assert by_name[row.name].loss == pytest.approx(row.projection_error**2, rel=1e-4, abs=1e-6)
+        assert "keeps" in str(found)
+
+    def test_layers_that_are_easy_pay_for_those_that_are_not(self) -> None:
+        model = net()
+        with torch.no_grad():
+            model.q.weight.copy_(torch.outer(torch.randn(30), torch.randn(36)))
+        rows = {r.name: r for r in bt.budget(model, 0.7, candidates=[bt.LowRank]).rows}
+        assert rows["q"].structure == "low_rank(rank=1)"
+        assert rows["k"].cost_after / rows["k"].cost_before > 0.7
+
+    def test_a_mix_is_no_worse_than_any_one_structure(self) -> None:
+        model = net()
+        kinds = ["low_rank", "btt", "monarch"]
+        alone = [sum(r.loss for r in bt.budget(model, 0.4, candidates=[kind]).rows) for kind in kinds]
+        mixed = bt.budget(model, 0.4, candidates=kinds)
+        assert sum(r.loss for r in mixed.rows) <= min(alone) * 1.02
+
+    def test_other_costs_and_choices(self) -> None:
+        model = net()
+        seen: list[str] = []
+        by_params = bt.budget(
+            model,
+            0.5,
+            cost="params",
+            candidates=[bt.BTT(rank=2), "low_rank(rank=3)"],
+            layers={"first": True, "*": False},
+            watch=lambda name, i, n: seen.append(name),
+        )
+        assert [r.name for r in by_params.rows] == seen == ["first"]
+        free = bt.budget(model, 1.0, cost=lambda s, i, o: 1.0 if s is None else 2.0)
+        assert all(r.structure == "dense" for r in free.rows)
+        assert free.plan.entries == ()
+
+    def test_what_cannot_be_is_told(self) -> None:
+        with pytest.raises(bt.PlanError, match="above 0 and at most 1"):
+            bt.budget(net(), 0)
+        with pytest.raises(bt.PlanError, match=r"keep \d+.\d% already"):
+            bt.budget(net(), 0.05, candidates=[bt.Monarch(2)])
+        with pytest.raises(bt.PlanError, match="cost is"):
+            bt.budget(net(), 0.5, cost="time")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", list(bt.structures()))
+def test_families_grow(name: str) -> None:
+    """None is refused by projection for its rank, and there is one that costs less than dense if anything can."""
+    for d_in, d_out in ((24, 36), (64, 64), (13, 7), (1, 1)):
+        members = list(bt.structures()[name].family(d_in, d_out))
+        costs = [m.chain(d_in, d_out).macs for m in members]
+        assert len(set(members)) == len(members)
+        assert not members or d_in < 20 or min(costs) < d_in * d_out
+        for member in members:
+            bt.project(member, torch.randn(d_out, d_in))
