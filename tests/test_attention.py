@@ -12,7 +12,7 @@ import buttress as bt
 from buttress.attention import PROJECTIONS, unpacked
 
 EMBED, HEADS, BATCH, TARGET, SOURCE = 8, 2, 3, 5, 7
-FULL = bt.BTT(rank=8)
+FULL = bt.LowRank(fraction=1.0)
 """Holds any matrix of the sizes used here."""
 
 nested_prototype = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")

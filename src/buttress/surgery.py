@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from buttress.attention import PROJECTIONS, ProjectedAttention, SplitLinear, linear_of, unpacked
 from buttress.errors import ButtressError, PlanError
 from buttress.layer import StructuredLinear
-from buttress.naming import first_match, join, modules, suggest
+from buttress.naming import first_match, is_conv1d, join, modules, suggest
 from buttress.project import project
 from buttress.sites import Site, compiled_alone, find, put, refuse_wrapped, unique
 from buttress.structures import Structure, parse
@@ -192,7 +192,10 @@ def replace_(
 
 
 def densify_(model: nn.Module) -> nn.Module:
-    """Turn every structured layer back into nn.Linear (attention into nn.MultiheadAttention), in place."""
+    """Turn every structured layer back into the dense kind that it replaced, in place.
+
+    That is nn.Linear, transformers' Conv1D, or nn.MultiheadAttention for all of its projections.
+    """
     if isinstance(model, SplitLinear | StructuredLinear | ProjectedAttention):
         raise PlanError("the model is itself one structured layer, which cannot be turned in place: use to_dense()")
     refuse_wrapped(model)
@@ -209,9 +212,21 @@ def densify_(model: nn.Module) -> nn.Module:
             put(model, name, module.packed({p: _dense(getattr(module, p)) for p in PROJECTIONS}))
         elif isinstance(module, SplitLinear | StructuredLinear):
             inside += (f"{name}.",)
-            put(model, name, _dense(module))
+            put(model, name, _as_it_was(module))
     _fused(encoders, allowed=True)
     return model
+
+
+def _as_it_was(module: nn.Module) -> nn.Module:
+    """The dense layer of the kind that stood there."""
+    linear = _dense(module)
+    if (kind := getattr(module, "stands_for", None)) is None:
+        return linear
+    with torch.device("meta"):
+        transposed: nn.Module = kind(linear.out_features, linear.in_features)
+    transposed.weight = nn.Parameter(linear.weight.detach().T.contiguous(), linear.weight.requires_grad)
+    transposed.bias = linear.bias
+    return transposed.train(module.training)
 
 
 def _dense(module: nn.Module) -> nn.Linear:
@@ -399,7 +414,10 @@ def _build(
         name = entry.name if len(sizes) == 1 else f"{entry.name}[{i}]"
         rows.append(_row(name, site.kind, layer, *errors))
         parts.append(layer.train(linear.training))
-    return (parts[0] if len(sizes) == 1 else SplitLinear(parts).train(linear.training)), rows
+    module = parts[0] if len(sizes) == 1 else SplitLinear(parts).train(linear.training)
+    if is_conv1d(site.owner):
+        module.stands_for = type(site.owner)  # type: ignore[assignment]
+    return module, rows
 
 
 def _row(name: str, kind: str, layer: StructuredLinear, error: float | None, output_error: float | None) -> ReplacedRow:

@@ -1,0 +1,233 @@
+"""transformers: save, load, use, go on; and folders that somebody tampered with."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import buttress as bt
+
+transformers = pytest.importorskip("transformers")
+import safetensors.torch  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from buttress import hf  # noqa: E402
+
+PLAN = bt.BTT(rank=2)
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+
+
+def llama(tied: bool = False) -> Any:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def bert() -> Any:
+    config = BertConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, num_labels=3
+    )
+    return BertForSequenceClassification(config)
+
+
+def tied() -> Any:
+    return llama(tied=True)
+
+
+MODELS = [gpt2, llama, tied, bert]
+models = pytest.mark.parametrize("build", MODELS, ids=lambda b: b.__name__)
+TOKENS = torch.arange(24).reshape(2, 12) % 96
+
+
+def structured(build: Callable[[], Any], **options: Any) -> Any:
+    model = build().eval()
+    bt.replace_(model, PLAN, **options)
+    return model
+
+
+def parts(model: nn.Module) -> int:
+    return sum(isinstance(m, bt.StructuredLinear) for m in model.modules())
+
+
+@models
+@pytest.mark.parametrize("normalize", [False, True])
+def test_it_loads_as_any_other(build: Callable[[], Any], normalize: bool, tmp_path: Path) -> None:
+    model = structured(build, normalize=normalize)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.01 * torch.randn_like(p))
+    hf.save(model, tmp_path / "m")
+    again = type(model).from_pretrained(tmp_path / "m").eval()
+    assert parts(again) == parts(model) > 0
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    assert bt.Plan.of(again) == bt.Plan.of(model)
+    assert not list(tmp_path.glob(".m.*")), "nothing is left beside it"
+    # And once more, by transformers' own saving.
+    again.save_pretrained(tmp_path / "n")
+    third = type(model).from_pretrained(tmp_path / "n").eval()
+    assert torch.equal(third(TOKENS).logits, model(TOKENS).logits)
+
+
+@models
+def test_the_base_without_its_head(build: Callable[[], Any], tmp_path: Path) -> None:
+    model = structured(build)
+    hf.save(model, tmp_path / "m")
+    base = AutoModel.from_pretrained(tmp_path / "m").eval()
+    assert parts(base) == parts(model)
+    wanted = model.base_model(TOKENS).last_hidden_state
+    torch.testing.assert_close(base(TOKENS).last_hidden_state, wanted, rtol=0, atol=0)
+    hf.save(base, tmp_path / "base")
+    back = type(model).from_pretrained(tmp_path / "base").eval()
+    assert torch.equal(back.base_model(TOKENS).last_hidden_state, wanted)
+
+
+def test_a_structured_head_and_layers_split(tmp_path: Path) -> None:
+    model = gpt2().eval()
+    bt.replace_(model, {"*.c_attn": PLAN, "lm_head": bt.Monarch(4), "*": None}, split={"*.c_attn": 3})
+    hf.save(model, tmp_path / "m")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    assert not again.config.tie_word_embeddings
+    assert parts(AutoModel.from_pretrained(tmp_path / "m")) == parts(model) - 1
+
+
+def test_it_can_be_used(tmp_path: Path) -> None:
+    hf.save(structured(llama), tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    model = model.float().to("cpu").eval()
+    made = model.generate(TOKENS, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert made.shape == (2, 17)
+    # The cache changes nothing.
+    assert torch.equal(made, model.generate(TOKENS, max_new_tokens=5, do_sample=False, pad_token_id=0, use_cache=False))
+    model.train()
+    loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    torch.optim.AdamW(bt.param_groups(model, lr=1e-3)).step()
+    assert model(TOKENS, labels=TOKENS).loss < loss
+
+
+@models
+def test_dense_again_is_an_ordinary_checkpoint(build: Callable[[], Any], tmp_path: Path) -> None:
+    hf.save(structured(build), tmp_path / "m")
+    model = type(build()).from_pretrained(tmp_path / "m").eval()
+    wanted = model(TOKENS).logits
+    bt.densify_(model)
+    hf.save(model, tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    plain = type(model).from_pretrained(tmp_path / "dense").eval()
+    assert parts(plain) == 0
+    torch.testing.assert_close(plain(TOKENS).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return hf.save(structured(gpt2), tmp_path / "m")
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+class TestTampered:
+    def test_nothing_is_overwritten(self, folder: Path) -> None:
+        before = (folder / "model.safetensors").read_bytes()
+        with pytest.raises(bt.PlanError, match="exists already: choose another folder"):
+            hf.save(structured(gpt2), folder)
+        assert (folder / "model.safetensors").read_bytes() == before
+
+    def test_a_failure_leaves_nothing(self, tmp_path: Path) -> None:
+        class Broken:
+            def save_pretrained(self, folder: Path) -> None:
+                raise OSError("the disk is full")
+
+        with pytest.raises(OSError, match="disk is full"):
+            hf.save(structured(gpt2), tmp_path / "m", Broken())
+        assert list(tmp_path.iterdir()) == []
+
+    def test_truncated(self, folder: Path) -> None:
+        file = folder / "model.safetensors"
+        for keep in (0, 5, 100, file.stat().st_size // 2):
+            file.write_bytes(file.read_bytes()[:keep])
+            with pytest.raises(Exception, match=r"(?i)safetensor|header|incomplete|invalid|empty|0 bytes"):
+                AutoModelForCausalLM.from_pretrained(folder)
+
+    def test_a_pickle_is_not_read(self, folder: Path, tmp_path: Path) -> None:
+        class Bomb:
+            def __reduce__(self) -> Any:
+                return Path.touch, (tmp_path / "exploded",)
+
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            copy = tmp_path / name.partition(".")[2]
+            shutil.copytree(folder, copy)
+            (copy / "model.safetensors").unlink()
+            (copy / name).write_bytes(pickle.dumps(Bomb()))
+            with pytest.raises(Exception, match=r"(?i)safetensors|header"):
+                AutoModelForCausalLM.from_pretrained(copy)
+            assert not (tmp_path / "exploded").exists()
+
+    def test_wrong_shapes(self, folder: Path) -> None:
+        file = folder / "model.safetensors"
+        tensors = safetensors.torch.load_file(file)
+        key = next(k for k in tensors if ".factors." in k)
+        tensors[key] = tensors[key][..., :-1].contiguous()
+        safetensors.torch.save_file(tensors, file, {"format": "pt"})
+        with pytest.raises((RuntimeError, ValueError), match=r"should have the shape"):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda plan: plan["layers"][0].update(structure="btt(rank=99999)"), "do not belong together"),
+            (lambda plan: plan["layers"][0].update(structure="nonsense"), "not a structure"),
+            (lambda plan: plan["layers"][0].update(structure="__import__('os').abort()"), "not a structure"),
+            (lambda plan: plan["layers"][0].update(name="transformer.h.9.mlp.c_fc"), "does not have"),
+            (lambda plan: plan["layers"][0].update(name="../../etc/passwd"), "does not have"),
+            (lambda plan: plan["layers"].append(plan["layers"][0]), "twice"),
+            (lambda plan: plan["layers"].clear(), "plan is empty|nothing to replace"),
+            (lambda plan: plan.update(version=2), "version 1 is understood"),
+            (lambda plan: plan.update(layers="all"), "are a list"),
+            (lambda plan: plan.clear(), "not a buttress plan"),
+        ],
+    )
+    def test_wrong_plans(self, folder: Path, change: Callable[[Any], object], says: str) -> None:
+        config = config_of(folder)
+        change(config["quantization_config"]["plan"])
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises((bt.ButtressError, RuntimeError, ValueError), match=f"(?i){says}"):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+    def test_a_dense_checkpoint_with_a_plan(self, folder: Path, tmp_path: Path) -> None:
+        gpt2().save_pretrained(tmp_path / "dense")
+        shutil.copy(tmp_path / "dense" / "model.safetensors", folder / "model.safetensors")
+        with pytest.raises((bt.ButtressError, RuntimeError, ValueError), match=r"is missing: the plan"):
+            AutoModelForCausalLM.from_pretrained(folder)
