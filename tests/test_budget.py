@@ -111,7 +111,7 @@ class TestBudget:
 
     def test_a_plan_for_a_model(self) -> None:
         model = net()
-        found = bt.budget(model, 0.5)
+        found = bt.budget(bt.curves(model), 0.5)
         assert found.kept <= 0.5
         assert {r.name for r in found.rows} == {"first", "q", "k"}, "the head stays"
         report = bt.Plan.from_json(found.plan.to_json()).apply_(model, init="project")
@@ -125,40 +125,46 @@ class TestBudget:
         model = net()
         with torch.no_grad():
             model.q.weight.copy_(torch.outer(torch.randn(30), torch.randn(36)))
-        rows = {r.name: r for r in bt.budget(model, 0.7, candidates=[bt.LowRank]).rows}
+        rows = {r.name: r for r in bt.budget(bt.curves(model, candidates=[bt.LowRank], levels=20), 0.7).rows}
         assert rows["q"].structure == "low_rank(rank=1)"
         assert rows["k"].cost_after / rows["k"].cost_before > 0.7
 
     def test_a_mix_is_no_worse_than_any_one_structure(self) -> None:
-        model = net()
         kinds = ["low_rank", "btt", "monarch"]
-        alone = [sum(r.loss for r in bt.budget(model, 0.4, candidates=[kind]).rows) for kind in kinds]
-        mixed = bt.budget(model, 0.4, candidates=kinds)
+        alone = [sum(r.loss for r in bt.budget(bt.curves(net(), candidates=[kind]), 0.4).rows) for kind in kinds]
+        mixed = bt.budget(bt.curves(net(), candidates=kinds), 0.4)
         assert sum(r.loss for r in mixed.rows) <= min(alone) * 1.02
 
     def test_other_costs_and_choices(self) -> None:
         model = net()
         seen: list[str] = []
-        by_params = bt.budget(
+        by_params = bt.curves(
             model,
-            0.5,
             cost="params",
             candidates=[bt.BTT(rank=2), "low_rank(rank=3)"],
             layers={"first": True, "*": False},
             watch=lambda name, i, n: seen.append(name),
         )
-        assert [r.name for r in by_params.rows] == seen == ["first"]
-        free = bt.budget(model, 1.0, cost=lambda s, i, o: 1.0 if s is None else 2.0)
+        assert list(by_params) == seen == ["first"]
+        assert {c.structure for c in by_params["first"]} == {"dense", "btt(rank=2)", "low_rank(rank=3)"}
+        free = bt.budget(bt.curves(model, cost=lambda s, i, o: 1.0 if s is None else 2.0), 1.0)
         assert all(r.structure == "dense" for r in free.rows)
         assert free.plan.entries == ()
 
+    def test_levels_thin_out_a_family(self) -> None:
+        for levels in (2, 5, 10):
+            options = bt.curves(net(), candidates=["low_rank"], levels=levels, layers={"first": True})["first"]
+            assert 2 <= len(options) <= levels + 1
+            assert all(c.cost_after <= c.cost_before for c in options)
+
     def test_what_cannot_be_is_told(self) -> None:
+        options = bt.curves(net(), candidates=[bt.Monarch(2)])
         with pytest.raises(bt.PlanError, match="above 0 and at most 1"):
-            bt.budget(net(), 0)
+            bt.budget(options, 0)
         with pytest.raises(bt.PlanError, match=r"keep \d+.\d% already"):
-            bt.budget(net(), 0.05, candidates=[bt.Monarch(2)])
+            bt.budget(options, 0.05)
         with pytest.raises(bt.PlanError, match="cost is"):
-            bt.budget(net(), 0.5, cost="time")  # type: ignore[arg-type]
+            bt.curves(net(), cost="time")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", list(bt.structures()))

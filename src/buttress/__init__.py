@@ -8,7 +8,7 @@ optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 
 from buttress.advise import Advice, advise, calibrate
 from buttress.attention import ProjectedAttention, SplitLinear
-from buttress.budget import Budget, Choice, budget
+from buttress.budget import Budget, Choice, budget, curves
 from buttress.chain import Chain, Factor
 from buttress.cost import Cost, cost
 from buttress.errors import (
@@ -20,6 +20,7 @@ from buttress.errors import (
     ShapeError,
     StructureError,
 )
+from buttress.heal import Healing, heal
 from buttress.layer import StructuredLinear
 from buttress.moments import moments
 from buttress.ops import graphed
@@ -41,7 +42,7 @@ from buttress.structures import (
     structure,
     structures,
 )
-from buttress.surgery import Plan, Report, densify_, replace_
+from buttress.surgery import Plan, PlanEntry, Report, densify_, replace_
 
 __version__ = "0.1.0"
 
@@ -59,11 +60,13 @@ __all__ = [
     "Dense",
     "Explanation",
     "Factor",
+    "Healing",
     "Kronecker",
     "LowRank",
     "MissingExtraError",
     "Monarch",
     "Plan",
+    "PlanEntry",
     "PlanError",
     "ProjectedAttention",
     "Projection",
@@ -79,9 +82,11 @@ __all__ = [
     "budget",
     "calibrate",
     "cost",
+    "curves",
     "densify_",
     "explain",
     "graphed",
+    "heal",
     "init_std",
     "lr_multiplier",
     "moments",

@@ -56,33 +56,47 @@ class Budget:
         return render(self.rows, total=[f"{len(self.rows)} layers", f"keeps {self.kept:.1%}", *sums])
 
 
-def budget(
-    model: nn.Module,
-    keep: float,
-    *,
-    candidates: Iterable[Structure | type[Structure] | str] | None = None,
-    moments: Mapping[str, Tensor] | None = None,
-    cost: Cost | Callable[[Structure | None, int, int], float] = "macs",
-    layers: Mapping[str, bool] | None = None,
-    watch: Callable[[str, int, int], None] | None = None,
-) -> Budget:
-    """The plan that keeps at most the part `keep` of the linear layers' cost and loses the least.
+Candidate = Structure | type[Structure] | str
+Price = Callable[[Structure | None, int, int], float]
 
-    Candidates are structures, texts, or classes of structures, which stand for their whole family; by default all
-    families without sharing. Staying dense is always an option. `cost` is "macs", "params", or a function of a
+
+def curves(
+    model: nn.Module,
+    *,
+    candidates: Iterable[Candidate] | None = None,
+    moments: Mapping[str, Tensor] | None = None,
+    cost: Cost | Price = "macs",
+    layers: Mapping[str, bool] | None = None,
+    levels: int = 10,
+    watch: Callable[[str, int, int], None] | None = None,
+) -> dict[str, list[Choice]]:
+    """For each layer what every option costs and loses, staying dense among them: what `budget` chooses from.
+
+    Candidates are structures, texts, or classes of structures, which stand for their families, thinned to about so many
+    `levels` of cost; by default all families without sharing. `cost` is "macs", "params", or a function of a
     structure (None for nn.Linear), d_in and d_out, such as measured time. Layers are all but the output head, or those
-    whose name matches a glob that maps to True, first match wins. `moments` makes losses those of the outputs on real
-    inputs.
+    whose name matches a glob that maps to True, first match wins. With `moments` losses are those of the outputs on
+    real inputs.
     """
-    if not 0 < keep <= 1:
-        raise PlanError(f"keep is the part of the cost that is left, above 0 and at most 1; got {keep!r}")
     sites = chosen_layers(model, layers)
     price = _price(cost)
-    options: dict[str, list[Choice]] = {}
+    asked = None if candidates is None else list(candidates)
+    found: dict[str, list[Choice]] = {}
     for done, (name, site) in enumerate(sites.items()):
         if watch:
             watch(name, done, len(sites))
-        options[name] = _options(site, _members(candidates, site), (moments or {}).get(name), price)
+        found[name] = _options(site, _members(asked, site, price, levels), (moments or {}).get(name), price)
+    return found
+
+
+def budget(options: Mapping[str, Sequence[Choice]], keep: float) -> Budget:
+    """The plan that keeps at most the part `keep` of the layers' cost and loses the least, out of their `curves`.
+
+    >>> options = curves(model, moments=moments(model, batches))
+    >>> replace_(model, budget(options, 0.5).plan, init="project")
+    """
+    if not 0 < keep <= 1:
+        raise PlanError(f"keep is the part of the cost that is left, above 0 and at most 1; got {keep!r}")
     chosen = _spend(options, keep)
     plan = Plan(tuple(PlanEntry(n, parse(c.structure)) for n, c in chosen.items() if c.structure != DENSE))
     return Budget(plan, tuple(chosen.values()))
@@ -91,7 +105,7 @@ def budget(
 DENSE = "dense"
 
 
-def _price(cost: Cost | Callable[[Structure | None, int, int], float]) -> Callable[[Structure | None, int, int], float]:
+def _price(cost: Cost | Price) -> Price:
     if callable(cost):
         return cost
     if cost not in ("macs", "params"):
@@ -103,21 +117,34 @@ def _price(cost: Cost | Callable[[Structure | None, int, int], float]) -> Callab
     return count
 
 
-def _members(candidates: Iterable[Structure | type[Structure] | str] | None, site: Site) -> list[Structure]:
+def _members(candidates: Sequence[Candidate] | None, site: Site, price: Price, levels: int) -> list[Structure]:
     linear = site.read()
     sizes = linear.in_features, linear.out_features
     if candidates is None:
-        kinds = [cls for cls in structures().values() if (some := cls.ladder()) and not _shares(some[0], *sizes)]
-        return [member for cls in kinds for member in cls.family(*sizes)]
+        kinds = structures().values()
+        candidates = [cls for cls in kinds if (some := cls.ladder()) and not _shares(some[0], *sizes)]
     found: list[Structure] = []
     for candidate in candidates:
-        if isinstance(candidate, type):
-            found += candidate.family(*sizes)
-        elif isinstance(candidate, str) and candidate in structures():
-            found += structures()[candidate].family(*sizes)
+        kind = structures().get(candidate) if isinstance(candidate, str) else candidate
+        if isinstance(kind, type):
+            found += _thinned(
+                list(kind.family(*sizes)), lambda member: price(member, *sizes), price(None, *sizes), levels
+            )
         else:
-            found.append(parse(candidate) if isinstance(candidate, str) else candidate)
+            found.append(parse(candidate) if isinstance(candidate, str) else candidate)  # type: ignore[arg-type]
     return found
+
+
+def _thinned(
+    members: Sequence[Structure], cost: Callable[[Structure], float], dense: float, levels: int
+) -> list[Structure]:
+    """For each of some levels of cost the dearest member that it pays for, each once."""
+    ordered = sorted(members, key=cost)
+    found: dict[Structure, None] = {}
+    for level in range(1, levels + 1):
+        fits = [m for m in ordered if cost(m) <= dense * level / levels]
+        found |= dict.fromkeys(fits[-1:])
+    return list(found)
 
 
 def _shares(structure: Structure, d_in: int, d_out: int) -> bool:

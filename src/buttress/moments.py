@@ -70,8 +70,8 @@ def moments(
     model.eval()
     try:
         for batch in batches:
-            weights = (weigh or _mask)(batch)
-            (run or _call)(model, batch)
+            weights = (weigh or mask_of)(batch)
+            (run or call)(model, batch)
             shared.clear()
     finally:
         model.train(was_training)
@@ -82,12 +82,14 @@ def moments(
     return {name: sums[name] / max(counts[name], 1.0) for name in chosen if name in sums}
 
 
-def _call(model: nn.Module, batch: Any) -> object:
+def call(model: nn.Module, batch: Any) -> Any:
+    """A model on a batch: keywords of a mapping, arguments of a tuple or list, else the one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def _mask(batch: Any) -> Tensor | None:
+def mask_of(batch: Any) -> Tensor | None:
+    """The attention mask of a batch, if it has one."""
     found = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return found if isinstance(found, Tensor) else None

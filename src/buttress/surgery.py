@@ -124,9 +124,16 @@ class Plan:
             raise PlanError(f"the layers of a plan are a list, got {rows!r}")
         return cls(tuple(_entry(row) for row in rows))
 
-    def apply_(self, model: nn.Module, *, init: Init = "mup") -> Report:
+    def apply_(
+        self,
+        model: nn.Module,
+        *,
+        init: Init = "mup",
+        moments: Mapping[str, Tensor] | None = None,
+        sweeps: int | None = None,
+    ) -> Report:
         """Replace exactly these layers; on the meta device nothing is computed or held."""
-        return replace_(model, self, init=init)
+        return replace_(model, self, init=init, moments=moments, sweeps=sweeps)
 
 
 def _entry(row: Any) -> PlanEntry:

@@ -1,0 +1,145 @@
+"""Healing: a compressed model learns to answer as the original did."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from buttress.errors import ButtressError
+from buttress.moments import call, mask_of
+from buttress.optim import param_groups
+
+Loss = Callable[[Any, Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Healing:
+    """How far it has got; a caller may show it."""
+
+    step: int
+    steps: int
+    loss: float
+
+
+def distance(answer: Any, wanted: Any, batch: Any) -> Tensor:
+    """How far a model's answer is from the original's; padding does not count.
+
+    Of logits the divergence of their distributions, of anything else the mean square of the difference over that of
+    the original.
+    """
+    mine, theirs = _tensor(answer), _tensor(wanted)
+    mask = mask_of(batch)
+    if mask is not None and mask.shape == mine.shape[: mask.dim()]:
+        mine, theirs = mine[mask.bool()], theirs[mask.bool()]
+    if hasattr(answer, "logits"):
+        mine, theirs = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (mine, theirs))
+        return F.kl_div(mine, theirs, log_target=True, reduction="batchmean")
+    return (mine - theirs).float().square().mean() / theirs.float().square().mean()
+
+
+def _tensor(answer: Any) -> Tensor:
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(found := getattr(answer, name, None), Tensor):
+            return found
+    found = answer[0] if isinstance(answer, tuple | list) else answer
+    if not isinstance(found, Tensor):
+        raise ButtressError(
+            f"a {type(answer).__name__} has no logits and no last_hidden_state: give a loss of your own"
+        )
+    return found
+
+
+def heal(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Callable[[int], Any],
+    steps: int,
+    *,
+    lr: float = 1e-4,
+    weight_decay: float = 0.0,
+    loss: Loss = distance,
+    run: Callable[[nn.Module, Any], Any] = call,
+    checkpoint: Path | str | None = None,
+    every: int = 50,
+    watch: Callable[[Healing], None] | None = None,
+) -> list[float]:
+    """Train `model` for `steps` steps to answer as `teacher` does, and return the losses.
+
+    `batches(step)` gives the batch of a step, so that a healing that was stopped goes on with the right one: with
+    `checkpoint`, a file written whole every so many steps, it does. Learning rates are structure-aware
+    (`param_groups`), with a short warm-up and a cosine. Parameters that need no gradient stay as they are.
+    """
+    optimizer = torch.optim.AdamW(param_groups(model, lr, weight_decay=weight_decay))
+    rise = max(1, min(100, steps // 10))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / rise, 0.5 * (1 + math.cos(math.pi * step / max(steps, 1))))
+    )
+    losses: list[float] = []
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.is_file():
+        losses = _resume(path, model, optimizer, schedule, steps)
+    teaching = teacher.training
+    teacher.eval()
+    model.train()
+    try:
+        for step in range(len(losses), steps):
+            batch = batches(step)
+            with torch.no_grad():
+                wanted = run(teacher, batch)
+            found = loss(run(model, batch), wanted, batch)
+            if not bool(found.isfinite()):
+                raise ButtressError(f"healing went wrong at step {step}: the loss is {found.item()}. Try lr < {lr:g}")
+            found.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(found.item())
+            if watch is not None:
+                watch(Healing(step + 1, steps, losses[-1]))
+            if path is not None and ((step + 1) % every == 0 or step + 1 == steps):
+                _save(path, _state(model, optimizer, schedule, losses, steps))
+    finally:
+        teacher.train(teaching)
+        model.eval()
+    return losses
+
+
+def _state(model: nn.Module, optimizer: Any, schedule: Any, losses: list[float], steps: int) -> dict[str, Any]:
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "losses": losses,
+        "steps": steps,
+        "random": torch.get_rng_state(),
+    }
+
+
+def _save(path: Path, state: Mapping[str, Any]) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(dict(state), part)
+    part.replace(path)
+
+
+def _resume(path: Path, model: nn.Module, optimizer: Any, schedule: Any, steps: int) -> list[float]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["steps"] != steps:
+            raise ValueError(f"it is of a healing of {state['steps']} steps, not {steps}")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+    except Exception as error:
+        raise ButtressError(f"{path} cannot be gone on with ({error}): remove it to begin anew") from error
+    torch.set_rng_state(state["random"])
+    return list(state["losses"])
