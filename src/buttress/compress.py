@@ -1,0 +1,260 @@
+"""One command's work: a pretrained model's folder in, a compressed one's out, with what it cost.
+
+For folders of transformers and of sentence-transformers. Needs transformers (`pip install 'buttress[hf]'`), and
+imports it only when called.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from buttress.budget import Budget, Candidate, budget, curves
+from buttress.errors import ButtressError, PlanError
+from buttress.heal import heal as run_heal
+from buttress.moments import moments
+from buttress.surgery import Plan, Report, replace_
+
+WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.onnx",
+    "*.h5",
+    "*.msgpack",
+)
+"""Files of a source folder that are not taken along: weights of the model as it was."""
+HELD_OUT, MOST = 0.1, 64
+"""Part of the text on which quality is measured, and the most batches of it."""
+Tell = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was done to a model and what became of it."""
+
+    plan: Plan
+    report: Report
+    budget: Budget | None
+    """None where a plan was given."""
+    quality: dict[str, tuple[float, float]]
+    """By name, before and after; empty where no text was given."""
+    seconds: dict[str, float]
+
+
+def compress(
+    source: Path | str,
+    out: Path | str,
+    keep: float = 0.5,
+    *,
+    candidates: Sequence[Candidate] | None = None,
+    plan: Plan | None = None,
+    text: Path | str | None = None,
+    heal: int = 0,
+    lr: float = 1e-4,
+    sweeps: int = 4,
+    batch: int = 32,
+    length: int = 128,
+    calibrate: int = 64,
+    device: torch.device | str = "cpu",
+    tell: Tell | None = None,
+) -> Outcome:
+    """Compress the model in the folder `source` to the part `keep` of its linear layers' MACs, into a new folder `out`.
+
+    Structures and ranks are chosen by `budget` among `candidates`, or given by a `plan`. With `text`, a file of plain
+    text, weights are chosen for the nearest outputs on it (`calibrate` batches of it), quality is measured on a part
+    that nothing else sees, and `heal` steps of distillation follow. The folder is written whole or not at all. A
+    healing that was stopped goes on when the same is asked again.
+    """
+    from buttress import hf
+
+    source, out, say = Path(source), Path(out), tell or (lambda what, done, of: None)
+    if heal and text is None:
+        raise PlanError("healing needs text: give a file of it")
+    begin = time.perf_counter()
+    took: dict[str, float] = {}
+
+    def lap(name: str) -> None:
+        took[name] = round(time.perf_counter() - begin - sum(took.values()), 2)
+
+    with hf.new_folder(out) as part:
+        folder = part / _inner(source)
+        model, tokenizer = _load(source / _inner(source), device)
+        original = copy.deepcopy(model)
+        data = None if text is None else Text(Path(text), tokenizer, model, batch, length, device)
+        lap("load")
+        known = None
+        if data is not None:
+            shown = _counted(data.seen(calibrate), "calibrating", calibrate, say)
+            known = moments(model, shown)
+            lap("calibrate")
+        chosen = None
+        if plan is None:
+            options = curves(
+                model, candidates=candidates, moments=known, watch=lambda name, i, n: say("choosing", i, n)
+            )
+            chosen = budget(options, keep)
+            plan = chosen.plan
+            if not plan.entries:
+                raise PlanError(f"nothing is worth replacing at keep={keep:g}: ask for less, or give a plan")
+            lap("choose")
+        inputs = {name: m for name, m in (known or {}).items() if name in {e.name for e in plan.entries}}
+        say("projecting", 0, 1)
+        report = replace_(model, plan, init="project", moments=inputs or None, sweeps=sweeps if inputs else 0)
+        lap("project")
+        if heal and data is not None:
+            stopped = out.with_name(f".{out.name}.heal.pt")
+            run_heal(
+                model, original, data.drawn, heal, lr=lr, checkpoint=stopped,
+                watch=lambda h: say(f"healing, loss {h.loss:.4f}", h.step, h.steps),
+            )  # fmt: skip
+            lap("heal")
+        quality = {} if data is None else data.quality(original, model)
+        lap("measure")
+        _fill(source, part, folder, model, tokenizer)
+        (part / "buttress-plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
+        summary = {"keep": keep, "quality": quality, "seconds": took, "layers": [asdict(r) for r in report.rows]}
+        (part / "buttress-report.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    out.with_name(f".{out.name}.heal.pt").unlink(missing_ok=True)
+    return Outcome(plan, report, chosen, quality, took)
+
+
+def _inner(source: Path) -> Path:
+    """Where in a folder the transformers model lies: sentence-transformers says so in modules.json."""
+    if not (listing := source / "modules.json").is_file():
+        return Path()
+    try:
+        first = json.loads(listing.read_text(encoding="utf-8"))[0]
+        inner = Path(first["path"])
+        if not str(first["type"]).endswith("Transformer"):
+            raise ValueError(f"its first module is {first['type']}")
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise PlanError(f"{listing} is not sentence-transformers' list of modules: {error}") from None
+    if inner.is_absolute() or ".." in inner.parts:
+        raise PlanError(f"{listing} points outside of its folder: {inner}")
+    return inner
+
+
+def _load(folder: Path, device: torch.device | str) -> tuple[Any, Any]:
+    """The model as its own class, and its tokenizer if it has one. Safetensors alone: nothing is unpickled."""
+    import transformers
+
+    if not (folder / "config.json").is_file():
+        raise PlanError(f"{folder} holds no model of transformers: there is no config.json in it")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+        model = kind.from_pretrained(folder, use_safetensors=True)
+    except Exception as error:  # of many kinds, since it comes from files that anybody may have written
+        raise ButtressError(f"the model in {folder} cannot be loaded: {error}") from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    return model.to(device).eval(), tokenizer
+
+
+def _fill(source: Path, part: Path, folder: Path, model: Any, tokenizer: Any) -> None:
+    """Everything of the source but its weights, and the new model over it."""
+    from buttress import hf
+
+    shutil.copytree(source, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHTS, ".git", ".cache"))
+    hf.attach(model)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+class Text:
+    """Batches of a text for a model: blocks of it for a language model, lines or sentences for any other."""
+
+    def __init__(
+        self, path: Path, tokenizer: Any, model: Any, batch: int, length: int, device: torch.device | str
+    ) -> None:
+        if tokenizer is None:
+            raise PlanError("the model's folder has no tokenizer, so text cannot be used: leave it out")
+        self.causal = type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+        self.tokenizer, self.device, self.batch = tokenizer, device, batch
+        most = getattr(model.config, "max_position_embeddings", length) or length
+        self.length = min(length, most)
+        content = path.read_text(encoding="utf-8")
+        pieces: list[Any]
+        if self.causal:
+            flat = tokenizer(content, return_tensors="pt", verbose=False)["input_ids"][0]
+            pieces = list(flat[: len(flat) // self.length * self.length].view(-1, self.length))
+        else:
+            pieces = [line for line in map(str.strip, content.splitlines()) if line]
+        if len(pieces) < 20:
+            raise PlanError(f"{path} is too short: it gives {len(pieces)} pieces of text, and 20 or more are needed")
+        held = max(2, int(HELD_OUT * len(pieces)))
+        self.test, self.train = pieces[-held:], pieces[:-held]
+        random.Random(0).shuffle(self.train)
+
+    def _made(self, pieces: Sequence[Any]) -> dict[str, Tensor]:
+        if self.causal:
+            return {"input_ids": torch.stack(list(pieces)).to(self.device)}
+        made = self.tokenizer(
+            list(pieces), padding=True, truncation=True, max_length=self.length, return_tensors="pt"
+        )  # fmt: skip
+        return {name: tensor.to(self.device) for name, tensor in made.items()}
+
+    def seen(self, count: int) -> Iterator[dict[str, Tensor]]:
+        """Batches to calibrate with."""
+        for start in range(0, min(len(self.train), count * self.batch), self.batch):
+            yield self._made(self.train[start : start + self.batch])
+
+    def drawn(self, step: int) -> dict[str, Tensor]:
+        """The batch of a step of healing."""
+        return self._made(random.Random(step).sample(self.train, min(self.batch, len(self.train))))
+
+    @torch.no_grad()
+    def quality(self, before: nn.Module, after: nn.Module) -> dict[str, tuple[float, float]]:
+        """Perplexity of a language model; of any other, agreement with what it was."""
+        pieces = self.test[: MOST * self.batch]
+        data = [self._made(pieces[i : i + self.batch]) for i in range(0, len(pieces), self.batch)]
+        if self.causal:
+            return {"perplexity": (_perplexity(before, data), _perplexity(after, data))}
+        found = [(before(**b), after(**b), b["attention_mask"]) for b in data]
+        if hasattr(found[0][0], "logits"):
+            same = torch.cat([(x.logits.argmax(-1) == y.logits.argmax(-1)).flatten() for x, y, _ in found])
+            return {"same answers": (1.0, same.float().mean().item())}
+        near = [
+            F.cosine_similarity(_pooled(x.last_hidden_state, mask), _pooled(y.last_hidden_state, mask))
+            for x, y, mask in found
+        ]
+        return {"cosine of embeddings": (1.0, torch.cat(near).mean().item())}
+
+
+def _pooled(states: Tensor, mask: Tensor) -> Tensor:
+    weights = mask[..., None].to(states)
+    return (states * weights).sum(1) / weights.sum(1)
+
+
+def _perplexity(model: nn.Module, data: Iterable[dict[str, Tensor]]) -> float:
+    total, count = 0.0, 0
+    for batch in data:
+        ids = batch["input_ids"]
+        logits = model(**batch).logits[:, :-1].flatten(0, 1).float()
+        total += F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
+        count += ids[:, 1:].numel()
+    return math.exp(total / count)
+
+
+def _counted(batches: Iterable[Any], what: str, of: int, say: Tell) -> Iterator[Any]:
+    for i, batch in enumerate(batches):
+        say(what, i, of)
+        yield batch

@@ -24,7 +24,7 @@ from buttress.lab.recipes import find, recipes
 from buttress.lab.records import Record, Store, write_records
 from buttress.lab.sweep import News
 from buttress.lab.sweep import sweep as run_sweep
-from buttress.lab.train import Progress
+from buttress.lab.train import Progress, device_of
 from buttress.lab.train import train as run_train
 
 app = typer.Typer(
@@ -283,6 +283,51 @@ def bench(
             {"linear_ms": advice.dense_ms, "verdict": advice.verdict(), "options": [vars(o) for o in advice.options]}
         )
     print(advice)
+
+
+@app.command()
+def compress(
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers or sentence-transformers model.")],
+    out: Annotated[Path, typer.Option(help="The folder to write, which must not exist.")],
+    keep: Annotated[float, typer.Option(help="Part of the linear layers' MACs to keep.")] = 0.5,
+    structure: Annotated[
+        list[str] | None, typer.Option(help="A structure, or a name for its whole family; again for more.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan to follow, such as an edited buttress-plan.json.")] = None,
+    calibrate: Annotated[Path | None, typer.Option(help="Plain text to choose weights by and to measure on.")] = None,
+    heal: Annotated[int, typer.Option(min=0, help="Steps of distillation from the original.")] = 0,
+    lr: Annotated[float, typer.Option(help="Learning rate of the healing.")] = 1e-4,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Compress a pretrained model: choose structures and ranks, project, heal, measure, save.
+
+    `import buttress.hf`, and `from_pretrained` loads the result like any other model. Example:
+    `buttress compress ./minilm --keep 0.5 --calibrate sentences.txt --heal 500 --out ./minilm-half`
+    """
+    from buttress.compress import compress as run_compress
+
+    follow = None
+    if plan is not None:
+        follow = bt.Plan.from_json(plan.read_text(encoding="utf-8"))
+    with _bars() as bars:
+        bar = bars.add_task("loading", total=1, note="")
+
+        def tell(what: str, done: int, of: int) -> None:
+            bars.update(bar, description=what, completed=done, total=of)
+
+        found = run_compress(
+            model, out, keep, candidates=structure, plan=follow, text=calibrate, heal=heal, lr=lr,
+            device=device_of(device), tell=tell,
+        )  # fmt: skip
+    if as_json:
+        return _print(json.loads((out / "buttress-report.json").read_text(encoding="utf-8")))
+    print(found.report)
+    for name, (before, after) in found.quality.items():
+        print(f"{name}: {before:.4g} before, {after:.4g} after")
+    if not found.quality:
+        print("quality was not measured: give text with --calibrate")
+    console.print(f"kept in {out}, with the plan in buttress-plan.json", highlight=False)
 
 
 @app.command()

@@ -1,0 +1,216 @@
+"""Compressing a folder: what comes out, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import buttress as bt
+
+transformers = pytest.importorskip("transformers")
+import tokenizers  # noqa: E402
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from buttress.compress import compress  # noqa: E402
+from buttress.lab.cli import app  # noqa: E402
+
+WORDS = [f"w{i}" for i in range(60)]
+
+
+def sentence(seed: int) -> str:
+    """A language of two halves: words of one half are followed by words of the same."""
+    generator = torch.Generator().manual_seed(seed)
+    half = 30 * (seed % 2)
+    return " ".join(WORDS[half + int(i)] for i in torch.randint(0, 30, (12,), generator=generator))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "lines.txt"
+    path.write_text("\n".join(sentence(i) for i in range(400)))
+    return path
+
+
+def tokenizer() -> Any:
+    vocab = {w: i for i, w in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A language model that has learnt a little."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=62, n_positions=32, n_embd=48, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    words = tokenizer()
+    ids = words(text.read_text(), return_tensors="pt", verbose=False)["input_ids"][0]
+    blocks = ids[: len(ids) // 24 * 24].view(-1, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(60):
+        batch = blocks[torch.randint(0, len(blocks), (16,), generator=torch.Generator().manual_seed(step))]
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("gpt2") / "model"
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as sentence-transformers makes it."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=62, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    folder = tmp_path_factory.mktemp("bert") / "model"
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"old weights")
+    kinds = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
+             {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(kinds))
+    return folder
+
+
+def test_a_language_model(gpt2: Path, text: Path, tmp_path: Path) -> None:
+    seen: list[str] = []
+    found = compress(gpt2, tmp_path / "m", 0.5, text=text, length=24, tell=lambda what, i, n: seen.append(what))
+    before, after = found.quality["perplexity"]
+    assert before < 55, "it has learnt something"
+    assert before < after < 80
+    assert found.budget is not None
+    assert found.budget.kept <= 0.5
+    assert {"calibrating", "choosing", "projecting"} <= set(seen)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    loaded = {e.name: e.structure for e in bt.Plan.of(model).entries}
+    assert loaded == {e.name: e.structure for e in found.plan.entries}
+    words = AutoTokenizer.from_pretrained(tmp_path / "m")
+    made = model.generate(**words("w1 w2 w3", return_tensors="pt"), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made.shape[1] == 7
+    assert bt.Plan.from_json((tmp_path / "m" / "buttress-plan.json").read_text()) == found.plan
+    told = json.loads((tmp_path / "m" / "buttress-report.json").read_text())
+    assert told["quality"]["perplexity"] == [before, after]
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_text_and_healing_help(gpt2: Path, text: Path, tmp_path: Path) -> None:
+    plan = compress(gpt2, tmp_path / "aware", 0.3, text=text, length=24).plan
+    found = {
+        "aware": json.loads((tmp_path / "aware" / "buttress-report.json").read_text())["quality"]["perplexity"][1],
+        "healed": compress(gpt2, tmp_path / "healed", plan=plan, text=text, length=24, heal=60, lr=1e-3).quality[
+            "perplexity"
+        ][1],
+    }
+    assert found["healed"] < found["aware"]
+
+
+def test_a_healing_goes_on(gpt2: Path, text: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"text": text, "length": 24, "heal": 30, "lr": 1e-3}
+    whole = compress(gpt2, tmp_path / "whole", 0.5, **options)
+
+    def stop(what: str, done: int, of: int) -> None:
+        if what.startswith("healing") and done == 31 - 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(gpt2, tmp_path / "m", 0.5, tell=stop, **options)
+    assert not (tmp_path / "m").exists()
+    again = compress(gpt2, tmp_path / "m", 0.5, **options)
+    assert again.quality == whole.quality
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "whole"]
+
+
+def test_sentence_transformers(sentences: Path, text: Path, tmp_path: Path) -> None:
+    found = compress(sentences, tmp_path / "m", 0.6, candidates=["btt"], text=text)
+    assert {e.structure.name for e in found.plan.entries} == {"btt"}
+    before, after = found.quality["cosine of embeddings"]
+    assert before == 1
+    assert 0.2 < after < 1
+    files = {str(p.relative_to(tmp_path / "m")) for p in (tmp_path / "m").rglob("*") if p.is_file()}
+    assert {"modules.json", "1_Pooling/config.json", "model.safetensors", "tokenizer.json"} <= files
+    assert "pytorch_model.bin" not in files, "the old weights stay behind"
+    assert sum(isinstance(m, bt.StructuredLinear) for m in AutoModel.from_pretrained(tmp_path / "m").modules()) > 0
+
+
+def test_the_command(sentences: Path, text: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    out = tmp_path / "m"
+    done = runner.invoke(
+        app, ["compress", str(sentences), "--out", str(out), "--keep", "0.5", "--calibrate", str(text)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "cosine of embeddings: 1 before" in done.output
+    assert "encoder.layer.0.attention.self.query" in done.output
+    plan = json.loads((out / "buttress-plan.json").read_text())
+    plan["layers"] = plan["layers"][:2]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    arguments = [
+        "compress",
+        str(sentences),
+        "--out",
+        str(tmp_path / "n"),
+        "--plan",
+        str(tmp_path / "plan.json"),
+        "--json",
+    ]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout)["layers"]) == 2
+
+
+class TestRefused:
+    def test_an_existing_folder(self, sentences: Path, tmp_path: Path) -> None:
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "mine").write_text("precious")
+        with pytest.raises(bt.PlanError, match="exists already"):
+            compress(sentences, tmp_path / "m")
+        assert (tmp_path / "m" / "mine").read_text() == "precious"
+
+    @pytest.mark.parametrize(
+        ("name", "content", "says"),
+        [
+            ("modules.json", "[]", "not sentence-transformers' list"),
+            ("modules.json", '[{"path": "../../etc", "type": "x.Transformer"}]', "outside of its folder"),
+            ("modules.json", '[{"path": "/etc", "type": "x.Transformer"}]', "outside of its folder"),
+            ("config.json", "{", "cannot be loaded"),
+            ("model.safetensors", "", "cannot be loaded"),
+        ],
+    )
+    def test_broken_folders(self, sentences: Path, tmp_path: Path, name: str, content: str, says: str) -> None:
+        shutil.copytree(sentences, tmp_path / "bad")
+        (tmp_path / "bad" / name).write_text(content)
+        with pytest.raises(bt.ButtressError, match=says):
+            compress(tmp_path / "bad", tmp_path / "m")
+        assert [p.name for p in tmp_path.iterdir()] == ["bad"], "nothing half-written is left"
+
+    def test_a_pickle(self, sentences: Path, tmp_path: Path) -> None:
+        shutil.copytree(sentences, tmp_path / "bad")
+        (tmp_path / "bad" / "model.safetensors").unlink()
+        with pytest.raises(bt.ButtressError, match="cannot be loaded"):
+            compress(tmp_path / "bad", tmp_path / "m")
+
+    def test_questions_that_make_no_sense(self, sentences: Path, text: Path, tmp_path: Path) -> None:
+        with pytest.raises(bt.PlanError, match="healing needs text"):
+            compress(sentences, tmp_path / "m", heal=5)
+        with pytest.raises(bt.PlanError, match=r"no config\.json"):
+            compress(tmp_path, tmp_path / "m")
+        (tmp_path / "short.txt").write_text("one\ntwo\n")
+        with pytest.raises(bt.PlanError, match="too short"):
+            compress(sentences, tmp_path / "m", text=tmp_path / "short.txt")
+        with pytest.raises(bt.PlanError, match="nothing is worth replacing"):
+            compress(sentences, tmp_path / "m", 1.0)
