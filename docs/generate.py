@@ -94,7 +94,8 @@ def signature(name: str, thing: object) -> str:
             keyword_only = True
         star = "*" if p.kind is p.VAR_POSITIONAL else ""
         text = f"{star}{p.name}" + ("" if p.annotation is p.empty else f": {p.annotation}")
-        parts.append(text if p.default is p.empty else f"{text} = {p.default!r}")
+        value = p.default.__name__ if inspect.isfunction(p.default) else repr(p.default)
+        parts.append(text if p.default is p.empty else f"{text} = {value}")
     result = "" if whole.return_annotation in (whole.empty, "None", None) else f" -> {whole.return_annotation}"
     line = f"{name}({', '.join(parts)}){result}"
     return line if len(line) < 100 else f"{name}(\n" + "".join(f"    {p},\n" for p in parts) + f"){result}"

@@ -37,6 +37,16 @@ def test_tutorial_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "no linear layer matches 'encoder.*.linear3'" in capsys.readouterr().out
 
 
+def test_pretrained_tutorial_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pretrained.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 7
+    script = tmp_path / "pretrained.py"
+    script.write_text("\n".join(blocks))
+    runpy.run_path(str(script))
+    assert "keeps" in capsys.readouterr().out
+
+
 def test_readme_declares_a_structure_that_works() -> None:
     code = next(
         b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "@bt" in b

@@ -112,7 +112,8 @@ def _price(cost: Cost | Price) -> Price:
         raise PlanError(f"cost is 'macs', 'params' or a function, got {cost!r}")
 
     def count(structure: Structure | None, d_in: int, d_out: int) -> float:
-        return d_in * d_out if structure is None else float(getattr(structure.chain(d_in, d_out), cost))
+        found: int = d_in * d_out if structure is None else getattr(structure.chain(d_in, d_out), cost)
+        return found
 
     return count
 
