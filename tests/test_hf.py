@@ -17,6 +17,7 @@ import buttress as bt
 
 transformers = pytest.importorskip("transformers")
 import safetensors.torch  # noqa: E402
+import tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModel,
     AutoModelForCausalLM,
@@ -133,6 +134,91 @@ def test_it_can_be_used(tmp_path: Path) -> None:
     loss.backward()
     torch.optim.AdamW(bt.param_groups(model, lr=1e-3)).step()
     assert model(TOKENS, labels=TOKENS).loss < loss
+
+
+def words() -> Any:
+    vocab = {f"w{i}": i for i in range(96)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", unk_token="w0")
+
+
+def test_a_pipeline(tmp_path: Path) -> None:
+    hf.save(structured(llama), tmp_path / "m", words())
+    pipe = transformers.pipeline("text-generation", model=str(tmp_path / "m"), device="cpu")
+    assert parts(pipe.model) > 0
+    assert pipe("w1 w2 w3", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("w1 w2 w3")
+
+
+def test_the_trainer_with_our_groups(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    hf.save(structured(llama), tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    data = [{"input_ids": TOKENS[i % 2], "labels": TOKENS[i % 2]} for i in range(40)]
+    with torch.no_grad():
+        before = model(TOKENS, labels=TOKENS).loss
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=10, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(bt.param_groups(model, lr=1e-2))
+    trainer = transformers.Trainer(model, settings, train_dataset=data, optimizers=(optimizer, None))
+    trainer.train()
+    with torch.no_grad():
+        assert model(TOKENS, labels=TOKENS).loss < before - 0.1
+    trainer.save_model(str(tmp_path / "trained"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").eval()
+    assert torch.equal(again(TOKENS).logits, model.eval()(TOKENS).logits)
+
+
+def test_lora_on_top(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    hf.save(structured(llama), tmp_path / "m")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    wanted = base(TOKENS).logits
+    config = hf.lora(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model = peft.get_peft_model(base, config)
+    torch.testing.assert_close(model(TOKENS).logits, wanted)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.grad is None for n, p in model.named_parameters() if "factors" in n)
+    tuned = model.eval()(TOKENS).logits
+    assert not torch.equal(tuned, wanted)
+    model.save_pretrained(tmp_path / "adapter")
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    known = hf.lora(peft.PeftConfig.from_pretrained(tmp_path / "adapter"))
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter", config=known).eval()
+    torch.testing.assert_close(again(TOKENS).logits, tuned)
+    with pytest.raises(bt.PlanError, match="cannot be merged"):
+        again.merge_and_unload()
+
+
+def test_compiled_and_exported_it_says_the_same(tmp_path: Path) -> None:
+    hf.save(structured(bert), tmp_path / "m")
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "m").eval()
+    mask = torch.ones_like(TOKENS)
+    wanted = model(TOKENS, attention_mask=mask).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(TOKENS, attention_mask=mask).logits, wanted)
+    with torch.no_grad():
+        exported = torch.export.export(model, (TOKENS, mask), strict=False)
+        torch.testing.assert_close(exported.module()(TOKENS, mask).logits, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch's exporter about torch itself
+def test_onnx_runtime_says_the_same(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    hf.save(structured(bert), tmp_path / "m")
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "m").eval()
+    mask = torch.ones_like(TOKENS)
+    torch.onnx.export(model, (TOKENS, mask), str(tmp_path / "m.onnx"), dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    names = [i.name for i in session.get_inputs()]
+    (logits,) = session.run(None, dict(zip(names, (TOKENS.numpy(), mask.numpy()), strict=True)))
+    torch.testing.assert_close(torch.from_numpy(logits), model(TOKENS, mask).logits, rtol=1e-4, atol=1e-5)
 
 
 @models

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -144,6 +145,30 @@ def save(model: PreTrainedModel, folder: Path | str, *others: Any) -> Path:
         for other in others:
             other.save_pretrained(part)
     return Path(folder)
+
+
+def lora(config: Any) -> Any:
+    """Let a peft LoraConfig target structured layers, too; returns it.
+
+    >>> model = get_peft_model(model, lora(LoraConfig(r=8, target_modules=["q_proj"])))
+    >>> model = PeftModel.from_pretrained(model, folder, config=lora(PeftConfig.from_pretrained(folder)))
+
+    Such adapters stay beside the layer: the sum of a structured and a low-rank matrix has neither's structure, so they
+    cannot be merged. `densify_` first where that is wanted.
+    """
+    from peft.tuners.lora import Linear
+
+    class Beside(Linear):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Unsupported layer type")  # it has all that is asked of it
+                super().__init__(*args, **options)
+
+        def merge(self, *args: Any, **options: Any) -> None:
+            raise PlanError("an adapter cannot be merged into a structured layer: densify_ the model before adding it")
+
+    config._register_custom_module({StructuredLinear: Beside})
+    return config
 
 
 @contextmanager
