@@ -167,6 +167,18 @@ class TestBudget:
             bt.curves(net(), cost="time")  # type: ignore[arg-type]
 
 
+def test_time_as_a_cost() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8, bias=False))
+    price = bt.timed(32768, device="NVIDIA H200")
+    assert price(bt.BTT(), 4096, 4096) < price(None, 4096, 4096) / 5
+    assert price(bt.BTT(rank=63), 4096, 4096) == float("inf"), "nobody measured it"
+    found = bt.curves(model, cost=price, candidates=[bt.BTT(), bt.BTT(rank=63)])["0"]
+    assert [c.structure for c in found] == ["dense", "btt"]
+    with pytest.raises(bt.ButtressError, match="nothing near"):
+        price(None, 3, 5)
+
+
 @pytest.mark.parametrize("name", list(bt.structures()))
 def test_families_grow(name: str) -> None:
     """None is refused by projection for its rank, and there is one that costs less than dense if anything can."""

@@ -6,7 +6,7 @@ bt.replace_(model, bt.BTT(rank=2))
 optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 """
 
-from buttress.advise import Advice, advise, calibrate
+from buttress.advise import Advice, advise, calibrate, timed
 from buttress.attention import ProjectedAttention, SplitLinear
 from buttress.budget import Budget, Choice, budget, curves
 from buttress.chain import Chain, Factor
@@ -97,4 +97,5 @@ __all__ = [
     "split",
     "structure",
     "structures",
+    "timed",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from math import log2
+from functools import lru_cache
+from math import inf, log2
 
 import torch
 from torch import nn
@@ -138,6 +139,34 @@ def advise(
     what = f"{'a training step' if training else 'forward'}, {str(kind).removeprefix('torch.')}"
     what += "" if compiled else ", launched by Python"
     return Advice(d_in, d_out, tokens, name, what, linear, tuple(sorted(options, key=lambda o: o.ms)))
+
+
+def timed(
+    tokens: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    training: bool = False,
+) -> Callable[[Structure | None, int, int], float]:
+    """A cost for `curves`: milliseconds of a layer on so many tokens, measured here or looked up, as `advise` does.
+
+    What a card's table knows nothing of costs infinitely much, so that it is never chosen.
+
+    >>> options = curves(model, cost=timed(16384, device="NVIDIA H200"))
+    """
+
+    @lru_cache(maxsize=4096)
+    def price(structure: Structure | None, d_in: int, d_out: int) -> float:
+        some = [structure] if structure is not None else [s for c in structures().values() for s in c.ladder()][:1]
+        try:
+            found = advise(d_in, d_out, tokens, device=device, dtype=dtype, candidates=some, training=training)
+        except ButtressError:
+            if structure is None:
+                raise
+            return inf
+        return found.dense_ms if structure is None else found.options[0].ms
+
+    return price
 
 
 def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None) -> list[Option]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress.budget import Budget, Candidate, budget, curves
+from buttress.budget import Budget, Candidate, Cost, Price, budget, curves
 from buttress.errors import ButtressError, PlanError
 from buttress.heal import heal as run_heal
 from buttress.moments import moments
@@ -62,6 +62,7 @@ def compress(
     keep: float = 0.5,
     *,
     candidates: Sequence[Candidate] | None = None,
+    cost: Cost | Price = "macs",
     plan: Plan | None = None,
     text: Path | str | None = None,
     heal: int = 0,
@@ -75,7 +76,8 @@ def compress(
 ) -> Outcome:
     """Compress the model in the folder `source` to the part `keep` of its linear layers' MACs, into a new folder `out`.
 
-    Structures and ranks are chosen by `budget` among `candidates`, or given by a `plan`. With `text`, a file of plain
+    Structures and ranks are chosen by `budget` among `candidates`, by MACs or another `cost` (`timed(...)` for one), or
+    given by a `plan`. With `text`, a file of plain
     text, weights are chosen for the nearest outputs on it (`calibrate` batches of it), quality is measured on a part
     that nothing else sees, and `heal` steps of distillation follow. The folder is written whole or not at all. A
     healing that was stopped goes on when the same is asked again.
@@ -105,7 +107,11 @@ def compress(
         chosen = None
         if plan is None:
             options = curves(
-                model, candidates=candidates, moments=known, watch=lambda name, i, n: say("choosing", i, n)
+                model,
+                candidates=candidates,
+                moments=known,
+                cost=cost,
+                watch=lambda name, i, n: say("choosing", i, n),
             )
             chosen = budget(options, keep)
             plan = chosen.plan

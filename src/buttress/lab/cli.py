@@ -289,10 +289,13 @@ def bench(
 def compress(
     model: Annotated[Path, typer.Argument(help="Folder of a transformers or sentence-transformers model.")],
     out: Annotated[Path, typer.Option(help="The folder to write, which must not exist.")],
-    keep: Annotated[float, typer.Option(help="Part of the linear layers' MACs to keep.")] = 0.5,
+    keep: Annotated[float, typer.Option(help="Part of the linear layers' MACs, or other cost, to keep.")] = 0.5,
     structure: Annotated[
         list[str] | None, typer.Option(help="A structure, or a name for its whole family; again for more.")
     ] = None,
+    cost: Annotated[str, typer.Option(help="What to keep a part of: macs, params, or time.")] = "macs",
+    tokens: Annotated[int, typer.Option(help="With --cost time: tokens at once.")] = 16384,
+    card: Annotated[str | None, typer.Option(help='With --cost time: a measured card, such as "NVIDIA H200".')] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan to follow, such as an edited buttress-plan.json.")] = None,
     calibrate: Annotated[Path | None, typer.Option(help="Plain text to choose weights by and to measure on.")] = None,
     heal: Annotated[int, typer.Option(min=0, help="Steps of distillation from the original.")] = 0,
@@ -307,6 +310,9 @@ def compress(
     """
     from buttress.compress import compress as run_compress
 
+    if cost not in ("macs", "params", "time"):
+        raise ConfigError(f"--cost is macs, params or time, got {cost!r}")
+    price: Any = bt.timed(tokens, device=card or device) if cost == "time" else cost
     follow = None
     if plan is not None:
         follow = bt.Plan.from_json(plan.read_text(encoding="utf-8"))
@@ -317,7 +323,7 @@ def compress(
             bars.update(bar, description=what, completed=done, total=of)
 
         found = run_compress(
-            model, out, keep, candidates=structure, plan=follow, text=calibrate, heal=heal, lr=lr,
+            model, out, keep, candidates=structure, cost=price, plan=follow, text=calibrate, heal=heal, lr=lr,
             device=device_of(device), tell=tell,
         )  # fmt: skip
     if as_json:
