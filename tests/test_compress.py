@@ -214,3 +214,60 @@ class TestRefused:
             compress(sentences, tmp_path / "m", text=tmp_path / "short.txt")
         with pytest.raises(bt.PlanError, match="nothing is worth replacing"):
             compress(sentences, tmp_path / "m", 1.0)
+
+
+class TestTimm:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        timm = pytest.importorskip("timm")
+        from buttress import vision
+
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_patch16_224", num_classes=5, depth=1, img_size=32, patch_size=8)
+        folder = tmp_path_factory.mktemp("timm") / "model"
+        model.pretrained_cfg["input_size"] = (3, 32, 32)
+        timm.models.save_for_hf(
+            model, str(folder), model_args={"depth": 1, "img_size": 32, "patch_size": 8}, safe_serialization=True
+        )
+        torch.testing.assert_close(
+            vision.load(folder)(torch.ones(1, 3, 32, 32)), model.eval()(torch.ones(1, 3, 32, 32))
+        )
+        return folder
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        Image = pytest.importorskip("PIL.Image")
+        folder = tmp_path_factory.mktemp("pictures")
+        for i in range(40):
+            pixels = torch.randint(0, 256, (8, 8, 3), generator=torch.Generator().manual_seed(i), dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).resize((40, 40)).save(folder / f"{i}.png")
+        return folder
+
+    def test_compressed_saved_and_loaded(self, vit: Path, pictures: Path, tmp_path: Path) -> None:
+        from buttress import vision
+
+        found = compress(vit, tmp_path / "m", 0.5, text=pictures, heal=3, candidates=["low_rank", "btt"])
+        before, after = found.quality["same answers"]
+        assert before == 1
+        assert 0 <= after <= 1
+        assert {"blocks.0.attn.qkv", "blocks.0.mlp.fc1"} <= {e.name for e in found.plan.entries}
+        model = vision.load(tmp_path / "m")
+        assert sum(isinstance(m, bt.StructuredLinear) for m in model.modules()) == len(found.plan.entries)
+        vision.save(bt.densify_(model), tmp_path / "dense", **vision.model_args(tmp_path / "m"))
+        x = torch.randn(2, 3, 32, 32)
+        torch.testing.assert_close(
+            vision.load(tmp_path / "dense")(x), vision.load(tmp_path / "m")(x), rtol=1e-3, atol=1e-4
+        )
+
+    def test_broken_folders(self, vit: Path, tmp_path: Path) -> None:
+        from buttress import vision
+
+        shutil.copytree(vit, tmp_path / "bad")
+        for name, content in (("model.safetensors", b"x"), ("config.json", b'{"architecture": "nonsense"}')):
+            (tmp_path / "bad" / name).write_bytes(content)
+            with pytest.raises(bt.PlanError, match="does not hold a timm model"):
+                vision.load(tmp_path / "bad")
+        with pytest.raises(bt.PlanError, match="folder of images"):
+            compress(vit, tmp_path / "m", text=vit / "config.json")

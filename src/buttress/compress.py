@@ -1,7 +1,6 @@
 """One command's work: a pretrained model's folder in, a compressed one's out, with what it cost.
 
-For folders of transformers and of sentence-transformers. Needs transformers (`pip install 'buttress[hf]'`), and
-imports it only when called.
+For folders of transformers, of sentence-transformers and of timm, which are imported only when such a folder comes.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 import random
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from buttress.budget import Budget, Candidate, Cost, Price, budget, curves
 from buttress.errors import ButtressError, PlanError
+from buttress.folders import new_folder
 from buttress.heal import heal as run_heal
 from buttress.moments import moments
 from buttress.surgery import Plan, Report, replace_
@@ -38,8 +39,8 @@ WEIGHTS = (
     "*.msgpack",
 )
 """Files of a source folder that are not taken along: weights of the model as it was."""
-HELD_OUT, MOST = 0.1, 64
-"""Part of the text on which quality is measured, and the most batches of it."""
+HELD_OUT, MOST, FEWEST = 0.1, 64, 20
+"""Part of the data on which quality is measured, the most batches of it, and the fewest pieces that will do."""
 Tell = Callable[[str, int, int], None]
 
 
@@ -77,13 +78,11 @@ def compress(
     """Compress the model in the folder `source` to the part `keep` of its linear layers' MACs, into a new folder `out`.
 
     Structures and ranks are chosen by `budget` among `candidates`, by MACs or another `cost` (`timed(...)` for one), or
-    given by a `plan`. With `text`, a file of plain
-    text, weights are chosen for the nearest outputs on it (`calibrate` batches of it), quality is measured on a part
-    that nothing else sees, and `heal` steps of distillation follow. The folder is written whole or not at all. A
-    healing that was stopped goes on when the same is asked again.
+    given by a `plan`. With `text`, a file of plain text or, for timm, a folder of images, weights are chosen for the
+    nearest outputs on it (`calibrate` batches of it), quality is measured on a part that nothing else sees, and
+    `heal` steps of distillation follow. The folder is written whole or not at all. A healing that was stopped goes on
+    when the same is asked again.
     """
-    from buttress import hf
-
     source, out, say = Path(source), Path(out), tell or (lambda what, done, of: None)
     if heal and text is None:
         raise PlanError("healing needs text: give a file of it")
@@ -93,11 +92,11 @@ def compress(
     def lap(name: str) -> None:
         took[name] = round(time.perf_counter() - begin - sum(took.values()), 2)
 
-    with hf.new_folder(out) as part:
-        folder = part / _inner(source)
-        model, tokenizer = _load(source / _inner(source), device)
+    with new_folder(out) as part:
+        kind = (_Timm if _is_timm(source) else _Transformers)(source, device)
+        model = kind.model
         original = copy.deepcopy(model)
-        data = None if text is None else Text(Path(text), tokenizer, model, batch, length, device)
+        data = None if text is None else kind.data(Path(text), batch, length)
         lap("load")
         known = None
         if data is not None:
@@ -131,7 +130,8 @@ def compress(
             lap("heal")
         quality = {} if data is None else data.quality(original, model)
         lap("measure")
-        _fill(source, part, folder, model, tokenizer)
+        shutil.copytree(source, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHTS, ".git", ".cache"))
+        kind.save(part)
         (part / "buttress-plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
         summary = {"keep": keep, "quality": quality, "seconds": took, "layers": [asdict(r) for r in report.rows]}
         (part / "buttress-report.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -155,38 +155,132 @@ def _inner(source: Path) -> Path:
     return inner
 
 
-def _load(folder: Path, device: torch.device | str) -> tuple[Any, Any]:
+def _is_timm(folder: Path) -> bool:
+    """Whether config.json is timm's, which names an architecture where transformers' lists architectures."""
+    try:
+        return "architecture" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False  # the other kind says what is wrong
+
+
+class _Transformers:
     """The model as its own class, and its tokenizer if it has one. Safetensors alone: nothing is unpickled."""
-    import transformers
 
-    if not (folder / "config.json").is_file():
-        raise PlanError(f"{folder} holds no model of transformers: there is no config.json in it")
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
-        model = kind.from_pretrained(folder, use_safetensors=True)
-    except Exception as error:  # of many kinds, since it comes from files that anybody may have written
-        raise ButtressError(f"the model in {folder} cannot be loaded: {error}") from error
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
-        tokenizer = None
-    return model.to(device).eval(), tokenizer
+    def __init__(self, source: Path, device: torch.device | str) -> None:
+        self.inner, self.device = _inner(source), device
+        folder = source / self.inner
+        if not (folder / "config.json").is_file():
+            raise PlanError(f"{folder} holds no model of transformers or timm: there is no config.json in it")
+        import transformers
+
+        import buttress.hf  # noqa: F401  (so that models that are structured already load, too)
+
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+            self.model: Any = kind.from_pretrained(folder, use_safetensors=True).to(device).eval()
+        except Exception as error:  # of many kinds, since it comes from files that anybody may have written
+            raise ButtressError(f"the model in {folder} cannot be loaded: {error}") from error
+        try:
+            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError, KeyError):
+            self.tokenizer = None
+
+    def data(self, path: Path, batch: int, length: int) -> Data:
+        return Text(path, self.tokenizer, self.model, batch, length, self.device)
+
+    def save(self, folder: Path) -> None:
+        from buttress import hf
+
+        hf.attach(self.model)
+        self.model.save_pretrained(folder / self.inner)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder / self.inner)
 
 
-def _fill(source: Path, part: Path, folder: Path, model: Any, tokenizer: Any) -> None:
-    """Everything of the source but its weights, and the new model over it."""
-    from buttress import hf
+class _Timm:
+    """A timm model and its own preprocessing."""
 
-    shutil.copytree(source, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHTS, ".git", ".cache"))
-    hf.attach(model)
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    def __init__(self, source: Path, device: torch.device | str) -> None:
+        from buttress import vision
+
+        self.model: Any = vision.load(source, device)
+        self.args, self.device = vision.model_args(source), device
+
+    def data(self, path: Path, batch: int, length: int) -> Data:
+        return Images(path, self.model, batch, self.device)
+
+    def save(self, folder: Path) -> None:
+        from buttress import vision
+
+        vision.fill(self.model, folder, self.args)
 
 
-class Text:
-    """Batches of a text for a model: blocks of it for a language model, lines or sentences for any other."""
+class Data(ABC):
+    """Pieces of whatever a model is given: most of them to learn from, some held out to measure on."""
+
+    def __init__(self, pieces: Sequence[Any], path: Path, batch: int) -> None:
+        if len(pieces) < FEWEST:
+            raise PlanError(f"{path} is too short: it gives {len(pieces)} pieces, and {FEWEST} or more are needed")
+        self.batch = batch
+        mixed = list(pieces)
+        random.Random(0).shuffle(mixed)
+        held = max(2, int(HELD_OUT * len(mixed)))
+        self.test, self.train = mixed[:held], mixed[held:]
+
+    @abstractmethod
+    def made(self, pieces: Sequence[Any]) -> Any:
+        """A batch of them for the model."""
+
+    @abstractmethod
+    def quality(self, before: nn.Module, after: nn.Module) -> dict[str, tuple[float, float]]:
+        """Of the model as it was and as it is, on what was held out."""
+
+    def seen(self, count: int) -> Iterator[Any]:
+        """Batches to calibrate with."""
+        for start in range(0, min(len(self.train), count * self.batch), self.batch):
+            yield self.made(self.train[start : start + self.batch])
+
+    def drawn(self, step: int) -> Any:
+        """The batch of a step of healing."""
+        return self.made(random.Random(step).sample(self.train, min(self.batch, len(self.train))))
+
+    def held_out(self) -> list[Any]:
+        pieces = self.test[: MOST * self.batch]
+        return [self.made(pieces[i : i + self.batch]) for i in range(0, len(pieces), self.batch)]
+
+
+class Images(Data):
+    """Images anywhere in a folder, as the model's own configuration prepares them."""
+
+    def __init__(self, path: Path, model: nn.Module, batch: int, device: torch.device | str) -> None:
+        from timm.data.config import resolve_model_data_config
+        from timm.data.transforms_factory import create_transform
+
+        if not path.is_dir():
+            raise PlanError(f"a timm model is calibrated with a folder of images, which {path} is not")
+        suffixes = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
+        super().__init__(sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes), path, batch)
+        self.prepare: Any = create_transform(**resolve_model_data_config(model), is_training=False)  # type: ignore[no-untyped-call]
+        self.device = device
+
+    def made(self, pieces: Sequence[Any]) -> Tensor:
+        from PIL import Image
+
+        found = []
+        for path in pieces:
+            with Image.open(path) as image:
+                found.append(self.prepare(image.convert("RGB")))
+        return torch.stack(found).to(self.device)
+
+    @torch.no_grad()
+    def quality(self, before: nn.Module, after: nn.Module) -> dict[str, tuple[float, float]]:
+        same = torch.cat([before(x).argmax(-1) == after(x).argmax(-1) for x in self.held_out()])
+        return {"same answers": (1.0, same.float().mean().item())}
+
+
+class Text(Data):
+    """Blocks of a text for a language model, its lines for any other."""
 
     def __init__(
         self, path: Path, tokenizer: Any, model: Any, batch: int, length: int, device: torch.device | str
@@ -194,9 +288,8 @@ class Text:
         if tokenizer is None:
             raise PlanError("the model's folder has no tokenizer, so text cannot be used: leave it out")
         self.causal = type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
-        self.tokenizer, self.device, self.batch = tokenizer, device, batch
-        most = getattr(model.config, "max_position_embeddings", length) or length
-        self.length = min(length, most)
+        self.tokenizer, self.device = tokenizer, device
+        self.length = min(length, getattr(model.config, "max_position_embeddings", length) or length)
         content = path.read_text(encoding="utf-8")
         pieces: list[Any]
         if self.causal:
@@ -204,34 +297,20 @@ class Text:
             pieces = list(flat[: len(flat) // self.length * self.length].view(-1, self.length))
         else:
             pieces = [line for line in map(str.strip, content.splitlines()) if line]
-        if len(pieces) < 20:
-            raise PlanError(f"{path} is too short: it gives {len(pieces)} pieces of text, and 20 or more are needed")
-        held = max(2, int(HELD_OUT * len(pieces)))
-        self.test, self.train = pieces[-held:], pieces[:-held]
-        random.Random(0).shuffle(self.train)
+        super().__init__(pieces, path, batch)
 
-    def _made(self, pieces: Sequence[Any]) -> dict[str, Tensor]:
+    def made(self, pieces: Sequence[Any]) -> dict[str, Tensor]:
         if self.causal:
             return {"input_ids": torch.stack(list(pieces)).to(self.device)}
-        made = self.tokenizer(
+        found = self.tokenizer(
             list(pieces), padding=True, truncation=True, max_length=self.length, return_tensors="pt"
         )  # fmt: skip
-        return {name: tensor.to(self.device) for name, tensor in made.items()}
-
-    def seen(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """Batches to calibrate with."""
-        for start in range(0, min(len(self.train), count * self.batch), self.batch):
-            yield self._made(self.train[start : start + self.batch])
-
-    def drawn(self, step: int) -> dict[str, Tensor]:
-        """The batch of a step of healing."""
-        return self._made(random.Random(step).sample(self.train, min(self.batch, len(self.train))))
+        return {name: tensor.to(self.device) for name, tensor in found.items()}
 
     @torch.no_grad()
     def quality(self, before: nn.Module, after: nn.Module) -> dict[str, tuple[float, float]]:
         """Perplexity of a language model; of any other, agreement with what it was."""
-        pieces = self.test[: MOST * self.batch]
-        data = [self._made(pieces[i : i + self.batch]) for i in range(0, len(pieces), self.batch)]
+        data = self.held_out()
         if self.causal:
             return {"perplexity": (_perplexity(before, data), _perplexity(after, data))}
         found = [(before(**b), after(**b), b["attention_mask"]) for b in data]

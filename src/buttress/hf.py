@@ -13,17 +13,14 @@ layers are replaced, and the factors are read from safetensors files. Nothing is
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from buttress.errors import MissingExtraError, PlanError
+from buttress.folders import new_folder
 from buttress.layer import StructuredLinear
 from buttress.sites import find
 from buttress.surgery import Plan, PlanEntry
@@ -169,22 +166,3 @@ def lora(config: Any) -> Any:
 
     config._register_custom_module({StructuredLinear: Beside})
     return config
-
-
-@contextmanager
-def new_folder(folder: Path | str) -> Iterator[Path]:
-    """A folder to fill beside the one that is wanted, put in its place at the end; an existing one is refused."""
-    wanted = Path(folder)
-    if wanted.exists() and not (wanted.is_dir() and not any(wanted.iterdir())):
-        raise PlanError(f"{wanted} exists already: choose another folder, or remove it")
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{wanted.name}.", dir=wanted.parent))
-    try:
-        part.chmod(0o755)
-        yield part
-        if wanted.exists():
-            wanted.rmdir()
-        os.rename(part, wanted)  # fails if somebody else has filled it meanwhile
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

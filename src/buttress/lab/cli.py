@@ -287,7 +287,7 @@ def bench(
 
 @app.command()
 def compress(
-    model: Annotated[Path, typer.Argument(help="Folder of a transformers or sentence-transformers model.")],
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers, sentence-transformers or timm model.")],
     out: Annotated[Path, typer.Option(help="The folder to write, which must not exist.")],
     keep: Annotated[float, typer.Option(help="Part of the linear layers' MACs, or other cost, to keep.")] = 0.5,
     structure: Annotated[
@@ -297,7 +297,9 @@ def compress(
     tokens: Annotated[int, typer.Option(help="With --cost time: tokens at once.")] = 16384,
     card: Annotated[str | None, typer.Option(help='With --cost time: a measured card, such as "NVIDIA H200".')] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan to follow, such as an edited buttress-plan.json.")] = None,
-    calibrate: Annotated[Path | None, typer.Option(help="Plain text to choose weights by and to measure on.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Text, or a folder of images, to choose weights by and measure on.")
+    ] = None,
     heal: Annotated[int, typer.Option(min=0, help="Steps of distillation from the original.")] = 0,
     lr: Annotated[float, typer.Option(help="Learning rate of the healing.")] = 1e-4,
     device: Device = None,
