@@ -136,8 +136,9 @@ def main() -> None:
     dense = sum(
         m.weight.numel() for n, m in original.named_modules() if isinstance(m, nn.Linear) and n.startswith("enc")
     )
+    some = list(batches(tokenizer, seen[: 2 * BATCH], given.device))
     begin = time.perf_counter()
-    options = bt.curves(original, candidates=KINDS, moments=known, layers=layers, levels=8)
+    options = bt.curves(original, candidates=KINDS, moments=known, layers=layers, levels=8, batches=some)
     looking = time.perf_counter() - begin
     for keep in KEEP:
         plans = {kind: single(original, kind, keep) for kind in KINDS} | {"mix": bt.budget(options, keep).plan}

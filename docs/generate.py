@@ -316,6 +316,19 @@ def rates_table() -> str:
     return table("structure | width | best learning rate | published best", rows)
 
 
+def minilm_table() -> str:
+    found = record("minilm.csv")
+    ways = list(dict.fromkeys(r["weights"] for r in found))
+    by = {(r["keep"], r["structure"], r["weights"]): r for r in found}
+    rows = []
+    for keep, structure in dict.fromkeys((r["keep"], r["structure"]) for r in found):
+        same = [by.get((keep, structure, way)) for way in ways]
+        kept = next(r["kept"] for r in same if r)
+        cells = (f"{r['cosine']} / {r['spearman']} ({float(r['seconds']):.0f} s)" if r else "" for r in same)
+        rows.append((f"{float(keep):.0%}", structure, f"{float(kept):.0%}", *cells))
+    return table("asked | structure | kept | " + " | ".join(ways), rows)
+
+
 FIGURES = {
     "cifar_train.png": lambda: figures.scaling(runs("mlp-scaling"), published=published.TRAIN_ERROR),
     "cifar_updates.png": lambda: figures.feature_updates(runs("feature-updates"), published.FEATURE_UPDATES),
@@ -324,6 +337,7 @@ FIGURES = {
 }
 
 TABLES = {
+    "docs/pretrained.md": {"minilm": minilm_table},
     "docs/cifar.md": {
         "cifar": cifar_table,
         "exponents": exponents_table,

@@ -32,6 +32,13 @@ def net() -> Net:
     return Net()
 
 
+def net_answer(x: Tensor) -> Tensor:
+    model = net()
+    with torch.no_grad():
+        model.head.weight[:, 5:] = 0
+    return model(x).detach()
+
+
 class TestMoments:
     def test_they_are_the_mean_of_outer_products(self) -> None:
         model = net()
@@ -51,6 +58,23 @@ class TestMoments:
         found = bt.moments(net(), [{"x": x, "attention_mask": mask}], layers=["first"])
         seen = x[mask.bool()]
         torch.testing.assert_close(found["first"], seen.T @ seen / 8)
+
+    def test_inputs_changed_in_place_are_new_ones(self) -> None:
+        class InPlace(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+                self.norm = nn.BatchNorm1d(4).eval()
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.a(x)
+                return y + self.b(x.clamp_(min=0))
+
+        model, x = InPlace(), torch.randn(50, 4)
+        found = bt.moments(model, [x.clone()])
+        torch.testing.assert_close(found["a"], x.T @ x / 50)
+        torch.testing.assert_close(found["b"], x.clamp(min=0).T @ x.clamp(min=0) / 50)
+        assert not model.norm.training, "each module keeps its mode"
 
     def test_other_ways_to_call(self) -> None:
         x = torch.randn(3, 24)
@@ -151,6 +175,27 @@ class TestBudget:
         assert all(r.structure == "dense" for r in free.rows)
         assert free.plan.entries == ()
 
+    def test_losses_as_the_answer_shows_them(self) -> None:
+        """A layer whose outputs are hardly used may lose them."""
+        model = net()
+        with torch.no_grad():
+            model.head.weight[:, 5:] = 0
+        data = [torch.randn(64, 24), torch.randn(64, 24)]
+        known = bt.moments(model, data)
+        before = model(data[0])
+        plain, scaled = (bt.curves(model, moments=known, batches=some) for some in ([], data))
+        assert torch.equal(model(data[0]), before), "the model is as it was"
+        assert model.training
+        for name in plain:
+            ratios = [b.loss / a.loss for a, b in zip(plain[name], scaled[name], strict=True) if a.loss > 0]
+            assert max(ratios) == pytest.approx(min(ratios)), "one scale for a layer"
+        # For one option the scaled loss is what the answer loses when it alone is taken.
+        option = min((c for c in plain["q"] if c.loss > 0), key=lambda c: abs(c.loss - 0.05))
+        scale = next(b.loss / a.loss for a, b in zip(plain["q"], scaled["q"], strict=True) if a.loss > 0)
+        report = bt.replace_(model, {"q": bt.parse(option.structure)}, init="project", moments=known, sweeps=2)
+        lost = [((model(x) - net_answer(x)).square().mean() / net_answer(x).square().mean()).item() for x in data]
+        assert sum(lost) / 2 / report.rows[0].output_error ** 2 == pytest.approx(scale, rel=0.05)
+
     def test_levels_thin_out_a_family(self) -> None:
         for levels in (2, 5, 10):
             options = bt.curves(net(), candidates=["low_rank"], levels=levels, layers={"first": True})["first"]
@@ -173,6 +218,7 @@ def test_time_as_a_cost() -> None:
     price = bt.timed(32768, device="NVIDIA H200")
     assert price(bt.BTT(), 4096, 4096) < price(None, 4096, 4096) / 5
     assert price(bt.BTT(rank=63), 4096, 4096) == float("inf"), "nobody measured it"
+    assert bt.timed(64, device="NVIDIA H200")(None, 4096, 4096) > 0, "measured beside BTT alone"
     found = bt.curves(model, cost=price, candidates=[bt.BTT(), bt.BTT(rank=63)])["0"]
     assert [c.structure for c in found] == ["dense", "btt"]
     with pytest.raises(bt.ButtressError, match="nothing near"):

@@ -81,6 +81,8 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"old weights")
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "model.safetensors").write_bytes(b"another module's weights")
     kinds = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
              {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]  # fmt: skip
     (folder / "modules.json").write_text(json.dumps(kinds))
@@ -102,7 +104,7 @@ def test_a_language_model(gpt2: Path, text: Path, tmp_path: Path) -> None:
     words = AutoTokenizer.from_pretrained(tmp_path / "m")
     made = model.generate(**words("w1 w2 w3", return_tensors="pt"), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert made.shape[1] == 7
-    assert bt.Plan.from_json((tmp_path / "m" / "buttress-plan.json").read_text()) == found.plan
+    assert bt.Plan.from_json((tmp_path / "m" / "buttress-plan.json").read_text()) == bt.Plan.of(model)
     told = json.loads((tmp_path / "m" / "buttress-report.json").read_text())
     assert told["quality"]["perplexity"] == [before, after]
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
@@ -120,17 +122,20 @@ def test_text_and_healing_help(gpt2: Path, text: Path, tmp_path: Path) -> None:
 
 
 def test_a_healing_goes_on(gpt2: Path, text: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"text": text, "length": 24, "heal": 30, "lr": 1e-3}
+    options: dict[str, Any] = {"text": text, "length": 24, "heal": 60, "lr": 1e-3}
     whole = compress(gpt2, tmp_path / "whole", 0.5, **options)
 
     def stop(what: str, done: int, of: int) -> None:
-        if what.startswith("healing") and done == 31 - 1:
+        if what.startswith("healing") and done == 55:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         compress(gpt2, tmp_path / "m", 0.5, tell=stop, **options)
-    assert not (tmp_path / "m").exists()
-    again = compress(gpt2, tmp_path / "m", 0.5, **options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.heal.pt", "whole"]
+    steps: list[int] = []
+    again = compress(gpt2, tmp_path / "m", 0.5, tell=lambda what, i, n: steps.append(i) if "heal" in what else None,
+                     **options)  # fmt: skip
+    assert steps[0] == 51
     assert again.quality == whole.quality
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "whole"]
 
@@ -144,6 +149,9 @@ def test_sentence_transformers(sentences: Path, text: Path, tmp_path: Path) -> N
     files = {str(p.relative_to(tmp_path / "m")) for p in (tmp_path / "m").rglob("*") if p.is_file()}
     assert {"modules.json", "1_Pooling/config.json", "model.safetensors", "tokenizer.json"} <= files
     assert "pytorch_model.bin" not in files, "the old weights stay behind"
+    assert "2_Dense/model.safetensors" in files, "those of other modules do not"
+    twice = compress(tmp_path / "m", tmp_path / "n", 0.9, text=text, candidates=["low_rank"], plan=None)
+    assert twice.plan.entries
     assert sum(isinstance(m, bt.StructuredLinear) for m in AutoModel.from_pretrained(tmp_path / "m").modules()) > 0
 
 
@@ -208,10 +216,12 @@ class TestRefused:
         with pytest.raises(bt.PlanError, match="healing needs text"):
             compress(sentences, tmp_path / "m", heal=5)
         with pytest.raises(bt.PlanError, match=r"no config\.json"):
-            compress(tmp_path, tmp_path / "m")
+            compress(tmp_path / "nothing", tmp_path / "m")
         (tmp_path / "short.txt").write_text("one\ntwo\n")
         with pytest.raises(bt.PlanError, match="too short"):
             compress(sentences, tmp_path / "m", text=tmp_path / "short.txt")
+        with pytest.raises(bt.PlanError, match="lies inside of"):
+            compress(sentences, sentences / "small")
         with pytest.raises(bt.PlanError, match="nothing is worth replacing"):
             compress(sentences, tmp_path / "m", 1.0)
 

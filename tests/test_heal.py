@@ -67,12 +67,29 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     assert bt.heal(again, teacher, batch, 40, lr=1e-3, checkpoint=file, every=10) == wanted
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert bt.heal(again, teacher, batch, 40, lr=1e-3, checkpoint=file) == wanted, "nothing is left to do"
-    with pytest.raises(bt.ButtressError, match="of a healing of 40 steps, not 50"):
-        bt.heal(again, teacher, batch, 50, checkpoint=file)
+    done, _ = compressed()
+    assert bt.heal(done, teacher, batch, 40, lr=1e-3, checkpoint=file) == wanted, "nothing is left to do"
+    for other in ({"steps": 50, "lr": 1e-3}, {"steps": 40, "lr": 1e-4}, {"steps": 40, "lr": 1e-3, "label": "data"}):
+        with pytest.raises(bt.ButtressError, match=r"is of another healing.*remove it"):
+            bt.heal(compressed()[0], teacher, batch, checkpoint=file, **other)  # type: ignore[arg-type]
+    with pytest.raises(bt.ButtressError, match="is of another healing"):
+        bt.heal(again, teacher, batch, 40, lr=1e-3, checkpoint=file)  # it does not start where that one did
     file.write_bytes(b"nonsense")
     with pytest.raises(bt.ButtressError, match="remove it to begin anew"):
         bt.heal(again, teacher, batch, 40, checkpoint=file)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_healed_too(dtype: torch.dtype) -> None:
+    student, teacher = compressed()
+    student, teacher = student.to(dtype), teacher.to(dtype)
+
+    def run(model: nn.Module, x: Tensor) -> Any:
+        return model(x.to(next(model.parameters()).dtype)).float()
+
+    losses = bt.heal(student, teacher, batch, 100, lr=1e-3, run=run)
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+    assert {p.dtype for p in student.parameters()} == {dtype}
 
 
 def test_what_goes_wrong_is_told() -> None:
@@ -92,6 +109,10 @@ def test_distances() -> None:
     logits: Any = [SimpleNamespace(logits=t) for t in (a, b)]
     assert distance(*logits, None).item() == pytest.approx(wanted, rel=1e-5)
     # Only what the mask keeps counts.
+    score: Any = [SimpleNamespace(logits=t[..., :1]) for t in (a, b)]
+    assert distance(*score, None).item() > 0, "of one number there is no distribution"
+    few: Any = [SimpleNamespace(logits=t[:, 0, :3]) for t in (a, b)]
+    assert distance(*few, {"attention_mask": torch.ones(2, 3)}).isfinite(), "as many classes as tokens"
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     changed = torch.where(mask.bool()[..., None], a, torch.randn_like(a))
     states: Any = [SimpleNamespace(last_hidden_state=t) for t in (a, b, changed)]

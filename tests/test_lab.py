@@ -310,6 +310,24 @@ class TestTraining:
         assert not (store.place(run) / "checkpoint.pt").exists()
         assert train(run, store=store, device="cpu") == first == next(iter(store))
 
+    def test_blame_looks_at_the_batch_that_is_trained_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = replace(SMALL, steps=60)
+        trainer = Trainer(run, load("digits"), torch.device("cpu"))
+        whole = type(trainer.task).draw
+        seen: list[torch.Tensor] = []
+
+        def draw(self: Any, index: torch.Tensor, generator: torch.Generator) -> Any:
+            seen.append(index.clone())
+            return whole(self, index, generator)
+
+        monkeypatch.setattr(type(trainer.task), "draw", draw)
+        for start in (0, trainer.per_epoch, trainer.per_epoch + 1):
+            trainer.advance(start)
+            seen.clear()
+            assert trainer._look() == ""
+            trainer.advance(start + 1)
+            assert torch.equal(seen[0], seen[1])
+
     def test_resuming_in_the_same_process_is_bit_identical(self) -> None:
         run = replace(SMALL, steps=150, mixup=0.8, structure="btt", probe=True)
         whole = Trainer(run, load("digits"), torch.device("cpu"))
@@ -495,9 +513,7 @@ class TestOnTheGpu:
                 else:
                     while trainer.step < 200:
                         trainer.graph = None
-                        if trainer.step % trainer.per_epoch == 0:
-                            whole = torch.randperm(trainer.task.epoch or 0, generator=trainer.generator, device=device)
-                            trainer.order.copy_(whole[: len(trainer.order)])
+                        trainer._shuffle()
                         trainer._update()
                         trainer.step += 1
             torch.cuda.synchronize()

@@ -8,15 +8,20 @@ steps in their order while they fit. Only the last step can leave a little of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from buttress import ops
 from buttress.errors import PlanError, StructureError
+from buttress.heal import distance
+from buttress.moments import call
 from buttress.project import project
 from buttress.sites import Site
 from buttress.structures import Structure, parse, structures
@@ -36,7 +41,7 @@ class Choice:
     cost_before: float
     cost_after: float
     loss: float
-    """Part of the output's energy that is lost: the square of the relative error."""
+    """Part of the output's energy that is lost: the square of the relative error; or what that does to the answer."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ def curves(
     cost: Cost | Price = "macs",
     layers: Mapping[str, bool] | None = None,
     levels: int = 10,
+    batches: Sequence[Any] = (),
     watch: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, list[Choice]]:
     """For each layer what every option costs and loses, staying dense among them: what `budget` chooses from.
@@ -76,7 +82,8 @@ def curves(
     `levels` of cost; by default all families without sharing. `cost` is "macs", "params", or a function of a
     structure (None for nn.Linear), d_in and d_out, such as measured time. Layers are all but the output head, or those
     whose name matches a glob that maps to True, first match wins. With `moments` losses are those of the outputs on
-    real inputs.
+    real inputs. With a few `batches`, too, a layer's losses are scaled to what they do to the model's answer
+    (`heal`'s distance): some layers forgive more than others.
     """
     sites = chosen_layers(model, layers)
     price = _price(cost)
@@ -86,7 +93,7 @@ def curves(
         if watch:
             watch(name, done, len(sites))
         found[name] = _options(site, _members(asked, site, price, levels), (moments or {}).get(name), price)
-    return found
+    return _scaled(model, sites, found, moments or {}, batches) if batches else found
 
 
 def budget(options: Mapping[str, Sequence[Choice]], keep: float) -> Budget:
@@ -178,6 +185,67 @@ def _options(
     return found
 
 
+@torch.no_grad()
+def _scaled(
+    model: nn.Module,
+    sites: Mapping[str, Site],
+    options: Mapping[str, list[Choice]],
+    moments: Mapping[str, Tensor],
+    batches: Sequence[Any],
+) -> dict[str, list[Choice]]:
+    """Losses as they show in the model's answer, from one option of each layer put in its place alone."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        effects = _effects(model, sites, options, moments, batches)
+    finally:
+        for module, training in modes:
+            module.training = training
+    middle = sorted(effects.values())[len(effects) // 2] if effects else 1.0
+    return {
+        name: [replace(c, loss=c.loss * effects.get(name, middle)) for c in found] for name, found in options.items()
+    }
+
+
+def _effects(
+    model: nn.Module,
+    sites: Mapping[str, Site],
+    options: Mapping[str, list[Choice]],
+    moments: Mapping[str, Tensor],
+    batches: Sequence[Any],
+) -> dict[str, float]:
+    wanted = [call(model, batch) for batch in batches]
+    effects: dict[str, float] = {}
+    for name, found in options.items():
+        some = min((c for c in found if c.loss > 0), key=lambda c: abs(math.log(c.loss / TYPICAL)), default=None)
+        if some is None or isinstance(sites[name].owner, nn.MultiheadAttention):
+            continue
+        linear = sites[name].read()
+        chain = parse(some.structure).chain(linear.in_features, linear.out_features)
+        near = project(parse(some.structure), linear.weight, moments=moments.get(name), sweeps=SWEEPS if moments else 0)
+        weight = ops.dense(chain, list(near.factors.values()))
+
+        def instead(
+            _: nn.Module,
+            given: tuple[Any, ...],
+            named: Mapping[str, Any],
+            __: Any,
+            w: Tensor = weight,
+            b: Any = linear.bias,
+        ) -> Tensor:
+            return F.linear(given[0] if given else named["input"], w, b)
+
+        handle = sites[name].owner.register_forward_hook(instead, with_kwargs=True)
+        try:
+            apart = [float(distance(call(model, x), y, x)) for x, y in zip(batches, wanted, strict=True)]
+        finally:
+            handle.remove()
+        effects[name] = sum(apart) / len(apart) / max(near.output_error**2, 1e-12)
+    return effects
+
+
+TYPICAL = 0.05
+"""The loss at which a layer's effect on the answer is measured, or what comes nearest to it."""
 SWEEPS = 2
 """Enough to compare options by; the plan that is chosen may be projected with more."""
 

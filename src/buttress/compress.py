@@ -6,6 +6,7 @@ For folders of transformers, of sentence-transformers and of timm, which are imp
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import math
 import random
@@ -24,10 +25,13 @@ from torch import Tensor, nn
 from buttress.budget import Budget, Candidate, Cost, Price, budget, curves
 from buttress.errors import ButtressError, PlanError
 from buttress.folders import new_folder
+from buttress.heal import answer_of
 from buttress.heal import heal as run_heal
 from buttress.moments import moments
 from buttress.surgery import Plan, Report, replace_
 
+FEW = 2
+"""Batches on which a layer's effect on the answer is measured."""
 WEIGHTS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -84,6 +88,8 @@ def compress(
     when the same is asked again.
     """
     source, out, say = Path(source), Path(out), tell or (lambda what, done, of: None)
+    if source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise PlanError(f"{out} lies inside of {source}: choose another folder")
     if heal and text is None:
         raise PlanError("healing needs text: give a file of it")
     begin = time.perf_counter()
@@ -110,6 +116,7 @@ def compress(
                 candidates=candidates,
                 moments=known,
                 cost=cost,
+                batches=[] if data is None else list(data.seen(FEW)),
                 watch=lambda name, i, n: say("choosing", i, n),
             )
             chosen = budget(options, keep)
@@ -124,19 +131,28 @@ def compress(
         if heal and data is not None:
             stopped = out.with_name(f".{out.name}.heal.pt")
             run_heal(
-                model, original, data.drawn, heal, lr=lr, checkpoint=stopped,
+                model, original, data.drawn, heal, lr=lr, checkpoint=stopped, label=data.label,
                 watch=lambda h: say(f"healing, loss {h.loss:.4f}", h.step, h.steps),
             )  # fmt: skip
             lap("heal")
         quality = {} if data is None else data.quality(original, model)
         lap("measure")
-        shutil.copytree(source, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHTS, ".git", ".cache"))
+        own = source / kind.inner
+        shutil.copytree(source, part, dirs_exist_ok=True, ignore=lambda where, names: _left(own, Path(where), names))
         kind.save(part)
-        (part / "buttress-plan.json").write_text(plan.to_json() + "\n", encoding="utf-8")
+        (part / "buttress-plan.json").write_text(Plan.of(model).to_json() + "\n", encoding="utf-8")
         summary = {"keep": keep, "quality": quality, "seconds": took, "layers": [asdict(r) for r in report.rows]}
         (part / "buttress-report.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     out.with_name(f".{out.name}.heal.pt").unlink(missing_ok=True)
     return Outcome(plan, report, chosen, quality, took)
+
+
+def _left(own: Path, where: Path, names: list[str]) -> set[str]:
+    """What is not taken along: old weights of the model itself, those of other modules are; and what tools left."""
+    tools = {name for name in names if name in (".git", ".cache")}
+    if where != own:
+        return tools
+    return tools | {name for pattern in WEIGHTS for name in fnmatch.filter(names, pattern)}
 
 
 def _inner(source: Path) -> Path:
@@ -205,7 +221,7 @@ class _Timm:
         from buttress import vision
 
         self.model: Any = vision.load(source, device)
-        self.args, self.device = vision.model_args(source), device
+        self.args, self.device, self.inner = vision.model_args(source), device, Path()
 
     def data(self, path: Path, batch: int, length: int) -> Data:
         return Images(path, self.model, batch, self.device)
@@ -223,6 +239,7 @@ class Data(ABC):
         if len(pieces) < FEWEST:
             raise PlanError(f"{path} is too short: it gives {len(pieces)} pieces, and {FEWEST} or more are needed")
         self.batch = batch
+        self.label = f"{path.resolve()} {len(pieces)} {batch}"
         mixed = list(pieces)
         random.Random(0).shuffle(mixed)
         held = max(2, int(HELD_OUT * len(mixed)))
@@ -313,15 +330,22 @@ class Text(Data):
         data = self.held_out()
         if self.causal:
             return {"perplexity": (_perplexity(before, data), _perplexity(after, data))}
-        found = [(before(**b), after(**b), b["attention_mask"]) for b in data]
-        if hasattr(found[0][0], "logits"):
-            same = torch.cat([(x.logits.argmax(-1) == y.logits.argmax(-1)).flatten() for x, y, _ in found])
-            return {"same answers": (1.0, same.float().mean().item())}
-        near = [
-            F.cosine_similarity(_pooled(x.last_hidden_state, mask), _pooled(y.last_hidden_state, mask))
-            for x, y, mask in found
-        ]
-        return {"cosine of embeddings": (1.0, torch.cat(near).mean().item())}
+        name = "cosine of embeddings"
+        found = []
+        for batch in data:
+            mask = batch["attention_mask"]
+            answers = before(**batch), after(**batch)
+            x, y = map(answer_of, answers)
+            if not hasattr(answers[0], "logits"):
+                found.append(F.cosine_similarity(_pooled(x, mask), _pooled(y, mask)))
+            elif x.shape[-1] == 1:
+                name = "cosine of answers"
+                found.append(F.cosine_similarity(x.flatten(), y.flatten(), dim=0)[None])
+            else:
+                name = "same answers"
+                same = (x.argmax(-1) == y.argmax(-1)).float()
+                found.append(same[mask.bool()] if same.shape == mask.shape else same.flatten())
+        return {name: (1.0, torch.cat(found).mean().item())}
 
 
 def _pooled(states: Tensor, mask: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -35,17 +36,18 @@ def distance(answer: Any, wanted: Any, batch: Any) -> Tensor:
     Of logits the divergence of their distributions, of anything else the mean square of the difference over that of
     the original.
     """
-    mine, theirs = _tensor(answer), _tensor(wanted)
+    mine, theirs = answer_of(answer), answer_of(wanted)
     mask = mask_of(batch)
-    if mask is not None and mask.shape == mine.shape[: mask.dim()]:
+    if mask is not None and mine.dim() > mask.dim() and mask.shape == mine.shape[: mask.dim()]:
         mine, theirs = mine[mask.bool()], theirs[mask.bool()]
-    if hasattr(answer, "logits"):
+    if hasattr(answer, "logits") and mine.shape[-1] > 1:  # a single number is a score, not a distribution
         mine, theirs = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (mine, theirs))
         return F.kl_div(mine, theirs, log_target=True, reduction="batchmean")
     return (mine - theirs).float().square().mean() / theirs.float().square().mean()
 
 
-def _tensor(answer: Any) -> Tensor:
+def answer_of(answer: Any) -> Tensor:
+    """The tensor that counts in what a model returns."""
     for name in ("logits", "last_hidden_state"):
         if isinstance(found := getattr(answer, name, None), Tensor):
             return found
@@ -69,14 +71,21 @@ def heal(
     run: Callable[[nn.Module, Any], Any] = call,
     checkpoint: Path | str | None = None,
     every: int = 50,
+    label: str = "",
     watch: Callable[[Healing], None] | None = None,
 ) -> list[float]:
     """Train `model` for `steps` steps to answer as `teacher` does, and return the losses.
 
     `batches(step)` gives the batch of a step, so that a healing that was stopped goes on with the right one: with
-    `checkpoint`, a file written whole every so many steps, it does. Learning rates are structure-aware
-    (`param_groups`), with a short warm-up and a cosine. Parameters that need no gradient stay as they are.
+    `checkpoint`, a file written whole every so many steps, it does. It is refused where models, rates or `label`, which
+    may say what the batches are, differ from those it was begun with. Learning rates are structure-aware
+    (`param_groups`), with a short warm-up and a cosine. Parameters that need no gradient stay as they are. Weights in
+    half precision are trained in float32 and rounded at the end.
     """
+    about = _fingerprint(model, teacher, f"{lr} {weight_decay} {steps} {label}")
+    kinds = {name: t.dtype for name, t in model.state_dict().items() if t.is_floating_point()}
+    if any(kind in (torch.float16, torch.bfloat16) for kind in kinds.values()):
+        model.float()
     optimizer = torch.optim.AdamW(param_groups(model, lr, weight_decay=weight_decay))
     rise = max(1, min(100, steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -85,8 +94,8 @@ def heal(
     losses: list[float] = []
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.is_file():
-        losses = _resume(path, model, optimizer, schedule, steps)
-    teaching = teacher.training
+        losses = _resume(path, model, optimizer, schedule, about)
+    modes = [(m, m.training) for m in teacher.modules()]
     teacher.eval()
     model.train()
     try:
@@ -106,21 +115,41 @@ def heal(
             if watch is not None:
                 watch(Healing(step + 1, steps, losses[-1]))
             if path is not None and ((step + 1) % every == 0 or step + 1 == steps):
-                _save(path, _state(model, optimizer, schedule, losses, steps))
+                _save(path, _state(model, optimizer, schedule, losses, about))
     finally:
-        teacher.train(teaching)
+        for module, training in modes:
+            module.training = training
         model.eval()
+        _rounded(model, kinds)
     return losses
 
 
-def _state(model: nn.Module, optimizer: Any, schedule: Any, losses: list[float], steps: int) -> dict[str, Any]:
+@torch.no_grad()
+def _rounded(model: nn.Module, kinds: Mapping[str, torch.dtype]) -> None:
+    """Every tensor in the precision that it had."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in kinds and tensor.dtype != kinds[name]:
+            tensor.data = tensor.data.to(kinds[name])
+
+
+def _fingerprint(model: nn.Module, teacher: nn.Module, more: str) -> str:
+    """Tells one healing from another: the weights it starts from, those it aims at, and how."""
+    made = hashlib.sha256(more.encode())
+    for part in (model, teacher):
+        for name, t in part.state_dict().items():
+            sums = (t.double().sum().item(), t.double().abs().sum().item()) if t.is_floating_point() else ()
+            made.update(f"{name} {tuple(t.shape)} {sums}".encode())
+    return made.hexdigest()
+
+
+def _state(model: nn.Module, optimizer: Any, schedule: Any, losses: list[float], about: str) -> dict[str, Any]:
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
         "losses": losses,
-        "steps": steps,
-        "random": torch.get_rng_state(),
+        "about": about,
+        "random": [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])],
     }
 
 
@@ -131,15 +160,18 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
     part.replace(path)
 
 
-def _resume(path: Path, model: nn.Module, optimizer: Any, schedule: Any, steps: int) -> list[float]:
+def _resume(path: Path, model: nn.Module, optimizer: Any, schedule: Any, about: str) -> list[float]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["steps"] != steps:
-            raise ValueError(f"it is of a healing of {state['steps']} steps, not {steps}")
+        if state["about"] != about:
+            raise ValueError("it is of another healing: of other models, rates, steps or data")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         schedule.load_state_dict(state["schedule"])
     except Exception as error:
         raise ButtressError(f"{path} cannot be gone on with ({error}): remove it to begin anew") from error
-    torch.set_rng_state(state["random"])
+    here, *cards = state["random"]
+    torch.set_rng_state(here)
+    if len(cards) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(cards)
     return list(state["losses"])

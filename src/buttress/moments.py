@@ -26,8 +26,8 @@ def moments(
 
     `batches` may be of any length: memory is that of one batch and of the moments. A batch that is a mapping is passed
     as keywords, a tuple or list as arguments, anything else as the one argument; `run(model, batch)` does otherwise.
-    `weigh(batch)` gives a weight for each token, such as an attention mask, so that padding does not count; a mapping's
-    "attention_mask" is taken without asking.
+    `weigh(batch)` gives a weight for each token, such as an attention mask, so that padding does not count in layers
+    whose inputs have its shape; a mapping's "attention_mask" is taken without asking.
 
     >>> seen = moments(model, loader)
     >>> replace_(model, BTT(rank=4), init="project", moments=seen)
@@ -39,7 +39,7 @@ def moments(
     sums: dict[str, Tensor] = {}
     counts: dict[str, float] = {}
     weights: Tensor | None = None
-    shared: dict[int, tuple[Tensor, Tensor, float]] = {}
+    shared: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
 
     def gather(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, given: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
@@ -48,14 +48,15 @@ def moments(
                 raise PlanError(
                     f"{name} was called with {type(x).__name__} instead of a tensor: leave it out of layers"
                 )
-            if id(x) not in shared:  # q, k and v are given the same tensor
+            key = id(x), x._version
+            if key not in shared:  # q, k and v are given the same tensor
                 rows = x.detach().reshape(-1, x.shape[-1]).float()
                 count = float(len(rows))
-                if weights is not None and weights.numel() == len(rows):
+                if weights is not None and weights.shape == x.shape[:-1]:
                     kept = weights.reshape(-1, 1).to(rows)
                     rows, count = rows * kept.sqrt(), float(kept.sum())
-                shared[id(x)] = x, rows.mT @ rows, count
-            _, product, count = shared[id(x)]
+                shared[key] = x, rows.mT @ rows, count
+            _, product, count = shared[key]
             sums[name] = sums[name] + product if name in sums else product.clone()
             counts[name] = counts.get(name, 0.0) + count
 
@@ -66,7 +67,7 @@ def moments(
         for name in chosen
         if not isinstance(sites[name].owner, nn.MultiheadAttention)
     ]
-    was_training = model.training
+    modes = [(m, m.training) for m in model.modules()]
     model.eval()
     try:
         for batch in batches:
@@ -74,7 +75,8 @@ def moments(
             (run or call)(model, batch)
             shared.clear()
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
         for handle in handles:
             handle.remove()
     if not sums:

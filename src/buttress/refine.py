@@ -28,11 +28,13 @@ DAMPING = 1e-6
 
 
 def root(moments: Tensor, damping: float) -> Tensor:
-    """C with C C^T = H + damping * mean(diagonal), in H's precision."""
+    """C with C C^T proportional to H + damping * mean(diagonal), in H's precision; the identity where H is zero."""
     wide = moments.double()
-    ridge = damping * wide.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     eye = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-    lower, failed = torch.linalg.cholesky_ex((wide + wide.mT) / 2 + ridge * eye)
+    size = wide.diagonal().abs().mean()
+    # Relative to its own size, so that the smallest inputs do not vanish in float32.
+    wide = wide / size if bool(size > 0) else eye
+    lower, failed = torch.linalg.cholesky_ex((wide + wide.mT) / 2 + damping * eye)
     if bool(failed) or not bool(lower.isfinite().all()):
         raise ShapeError(
             "these second moments are not those of any inputs (not positive): gather them with moments(), "

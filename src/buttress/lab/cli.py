@@ -21,7 +21,7 @@ from buttress.lab.config import ConfigError, Run, with_fields
 from buttress.lab.data import load
 from buttress.lab.logs import Lines, Log, Several, TensorBoard, WeightsAndBiases
 from buttress.lab.recipes import find, recipes
-from buttress.lab.records import Record, Store, write_records
+from buttress.lab.records import Record, Store, read_records, write_records
 from buttress.lab.sweep import News
 from buttress.lab.sweep import sweep as run_sweep
 from buttress.lab.train import Progress, device_of
@@ -217,7 +217,7 @@ def gather_records(
     out: Annotated[Path, typer.Argument(help="The file to write, such as results/mine.jsonl.")],
     recipe: Annotated[str | None, typer.Option(help="Only the runs of this recipe.")] = None,
 ) -> None:
-    """Gather the records of a folder into one file of JSON lines, small enough to keep.
+    """Gather the records of a folder into one file of JSON lines, small enough to keep; what it holds already stays.
 
     In a folder of runs such a file counts as if its runs had been made there: `report` shows them, `sweep` skips them.
     Example: `buttress records runs results/scaling.jsonl --recipe mlp-scaling`
@@ -226,8 +226,11 @@ def gather_records(
     found = [r for r in Store(runs) if wanted is None or r.run.key in wanted]
     if not found:
         raise ConfigError(f"{runs} holds no record" + (f" of a run of {recipe}" if recipe else ""))
-    write_records(out, found)
-    print(f"{len(found)} records in {out}" + (f", of {len(wanted)} runs" if wanted else ""))
+    kept = {r.run.key: r for r in (read_records(out) if out.is_file() else ())} | {r.run.key: r for r in found}
+    write_records(out, kept.values())
+    print(
+        f"{len(found)} records" + (f" of {len(wanted)} runs" if wanted else "") + f" in {out}, which holds {len(kept)}"
+    )
 
 
 @app.command()

@@ -84,6 +84,8 @@ class Trainer:
         self.shares = _shares(run, device)
         self.certain = torch.eye(task.classes, device=device)
         self.places = torch.arange(min(run.batch, len(self.order)), device=device)
+        self.shuffled = -1
+        """The epoch whose order was drawn."""
         self.fed = 0
         """The step up to which a task that reads from disk knows what is wanted."""
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -96,13 +98,19 @@ class Trainer:
     def advance(self, until: int) -> None:
         """Train up to, but not including, step `until`."""
         while self.step < until:
-            if self.step % self.per_epoch == 0 and self.task.epoch:
-                whole = torch.randperm(self.task.epoch, generator=self.generator, device=self.device)
-                self.order.copy_(whole[: len(self.order)])
+            self._shuffle()
             if self.task.streams and self.fed <= self.step:
                 self._feed()
             self._once()
             self.step += 1
+
+    def _shuffle(self) -> None:
+        """Draw the epoch's order, once, when its first step comes up."""
+        epoch = self.step // self.per_epoch
+        if self.task.epoch and self.shuffled < epoch:
+            whole = torch.randperm(self.task.epoch, generator=self.generator, device=self.device)
+            self.order.copy_(whole[: len(self.order)])
+            self.shuffled = epoch
 
     @property
     def replays(self) -> bool:
@@ -237,6 +245,7 @@ class Trainer:
         for name in ("order", "losses", "errors", "changes"):
             getattr(self, name).copy_(state[name])
         self.cursor.fill_(self.step)
+        self.shuffled = (self.step - 1) // self.per_epoch
         self.fed = 0
         if self.probe is not None:
             with _matmuls(self.run):
@@ -259,6 +268,7 @@ class Trainer:
 
     def _look(self) -> str:
         """The first layer whose output is not finite on the batch to come, if any."""
+        self._shuffle()
         kept = self.generator.get_state()
         wrong: list[str] = []
 
