@@ -1,6 +1,7 @@
 """Projection: as near as the theory allows, exact where it can be, and clear where it cannot."""
 
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -521,3 +522,10 @@ def test_moments_must_be_those_of_inputs() -> None:
         assert bt.project(bt.BTT(), w, moments=torch.zeros(24, 24, dtype=dtype)).relative_error < 1
         tiny = bt.project(bt.BTT(), w, moments=1e-30 * torch.eye(24, dtype=dtype))
         assert tiny.output_error == pytest.approx(bt.project(bt.BTT(), w).relative_error, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_large_layer_takes_seconds() -> None:
+    begin = time.perf_counter()
+    bt.project(bt.BTT(rank=16), torch.randn(4096, 4096))
+    assert time.perf_counter() - begin < 20

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from buttress import ops
 from buttress.errors import PlanError, StructureError
 from buttress.heal import distance
-from buttress.moments import call
+from buttress.moments import call, evaluating
 from buttress.project import project
 from buttress.sites import Site
 from buttress.structures import Structure, parse, structures
@@ -194,13 +194,8 @@ def _scaled(
     batches: Sequence[Any],
 ) -> dict[str, list[Choice]]:
     """Losses as they show in the model's answer, from one option of each layer put in its place alone."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         effects = _effects(model, sites, options, moments, batches)
-    finally:
-        for module, training in modes:
-            module.training = training
     middle = sorted(effects.values())[len(effects) // 2] if effects else 1.0
     return {
         name: [replace(c, loss=c.loss * effects.get(name, middle)) for c in found] for name, found in options.items()

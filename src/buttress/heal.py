@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from buttress.errors import ButtressError
-from buttress.moments import call, mask_of
+from buttress.moments import call, evaluating, mask_of
 from buttress.optim import param_groups
 
 Loss = Callable[[Any, Any, Any], Tensor]
@@ -95,30 +95,29 @@ def heal(
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.is_file():
         losses = _resume(path, model, optimizer, schedule, about)
-    modes = [(m, m.training) for m in teacher.modules()]
-    teacher.eval()
     model.train()
     try:
-        for step in range(len(losses), steps):
-            batch = batches(step)
-            with torch.no_grad():
-                wanted = run(teacher, batch)
-            found = loss(run(model, batch), wanted, batch)
-            if not bool(found.isfinite()):
-                raise ButtressError(f"healing went wrong at step {step}: the loss is {found.item()}. Try lr < {lr:g}")
-            found.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            losses.append(found.item())
-            if watch is not None:
-                watch(Healing(step + 1, steps, losses[-1]))
-            if path is not None and ((step + 1) % every == 0 or step + 1 == steps):
-                _save(path, _state(model, optimizer, schedule, losses, about))
+        with evaluating(teacher):
+            for step in range(len(losses), steps):
+                batch = batches(step)
+                with torch.no_grad():
+                    wanted = run(teacher, batch)
+                found = loss(run(model, batch), wanted, batch)
+                if not bool(found.isfinite()):
+                    raise ButtressError(
+                        f"healing went wrong at step {step}: the loss is {found.item()}. Try lr < {lr:g}"
+                    )
+                found.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                losses.append(found.item())
+                if watch is not None:
+                    watch(Healing(step + 1, steps, losses[-1]))
+                if path is not None and ((step + 1) % every == 0 or step + 1 == steps):
+                    _save(path, _state(model, optimizer, schedule, losses, about))
     finally:
-        for module, training in modes:
-            module.training = training
         model.eval()
         _rounded(model, kinds)
     return losses

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,21 +68,30 @@ def moments(
         for name in chosen
         if not isinstance(sites[name].owner, nn.MultiheadAttention)
     ]
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
     try:
-        for batch in batches:
-            weights = (weigh or mask_of)(batch)
-            (run or call)(model, batch)
-            shared.clear()
+        with evaluating(model):
+            for batch in batches:
+                weights = (weigh or mask_of)(batch)
+                (run or call)(model, batch)
+                shared.clear()
     finally:
-        for module, training in modes:
-            module.training = training
         for handle in handles:
             handle.remove()
     if not sums:
         raise PlanError("no linear layer was reached: give at least one batch, and layers that the model uses")
     return {name: sums[name] / max(counts[name], 1.0) for name in chosen if name in sums}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in eval mode; afterwards each of its modules is in the mode that it had."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def call(model: nn.Module, batch: Any) -> Any:
