@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import buttress as bt
-from buttress.heal import distance
+from buttress.heal import distance, distance_for
 
 
 def original() -> nn.Module:
@@ -109,6 +109,10 @@ def test_distances() -> None:
     logits: Any = [SimpleNamespace(logits=t) for t in (a, b)]
     assert distance(*logits, None).item() == pytest.approx(wanted, rel=1e-5)
     # Only what the mask keeps counts.
+    several = nn.Linear(2, 2)
+    several.config = SimpleNamespace(problem_type="multi_label_classification")  # type: ignore[assignment]
+    assert distance_for(several)(*logits, None).item() == pytest.approx(distance(a, b, None).item())
+    assert distance_for(nn.Linear(2, 2)) is distance
     score: Any = [SimpleNamespace(logits=t[..., :1]) for t in (a, b)]
     assert distance(*score, None).item() > 0, "of one number there is no distribution"
     few: Any = [SimpleNamespace(logits=t[:, 0, :3]) for t in (a, b)]

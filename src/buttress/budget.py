@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from buttress import ops
 from buttress.errors import PlanError, StructureError
-from buttress.heal import distance
+from buttress.heal import distance_for
 from buttress.moments import call, evaluating
 from buttress.project import project
 from buttress.sites import Site
@@ -209,6 +209,7 @@ def _effects(
     moments: Mapping[str, Tensor],
     batches: Sequence[Any],
 ) -> dict[str, float]:
+    loss = distance_for(model)
     wanted = [call(model, batch) for batch in batches]
     effects: dict[str, float] = {}
     for name, found in options.items():
@@ -232,7 +233,7 @@ def _effects(
 
         handle = sites[name].owner.register_forward_hook(instead, with_kwargs=True)
         try:
-            apart = [float(distance(call(model, x), y, x)) for x, y in zip(batches, wanted, strict=True)]
+            apart = [float(loss(call(model, x), y, x)) for x, y in zip(batches, wanted, strict=True)]
         finally:
             handle.remove()
         effects[name] = sum(apart) / len(apart) / max(near.output_error**2, 1e-12)

@@ -36,14 +36,32 @@ def distance(answer: Any, wanted: Any, batch: Any) -> Tensor:
     Of logits the divergence of their distributions, of anything else the mean square of the difference over that of
     the original.
     """
+    mine, theirs = _counted(answer, wanted, batch)
+    if not hasattr(answer, "logits") or mine.shape[-1] == 1:  # a single number is a score, not a distribution
+        return square(answer, wanted, batch)
+    mine, theirs = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (mine, theirs))
+    return F.kl_div(mine, theirs, log_target=True, reduction="batchmean")
+
+
+def square(answer: Any, wanted: Any, batch: Any) -> Tensor:
+    """The mean square of the difference over that of the original."""
+    mine, theirs = _counted(answer, wanted, batch)
+    return (mine - theirs).float().square().mean() / theirs.float().square().mean()
+
+
+def distance_for(model: nn.Module) -> Loss:
+    """`distance`, or `square` where a model's config says that its logits are no distribution over classes."""
+    kind = getattr(getattr(model, "config", None), "problem_type", None)
+    return square if kind in ("regression", "multi_label_classification") else distance
+
+
+def _counted(answer: Any, wanted: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Both answers without what the mask leaves out."""
     mine, theirs = answer_of(answer), answer_of(wanted)
     mask = mask_of(batch)
     if mask is not None and mine.dim() > mask.dim() and mask.shape == mine.shape[: mask.dim()]:
-        mine, theirs = mine[mask.bool()], theirs[mask.bool()]
-    if hasattr(answer, "logits") and mine.shape[-1] > 1:  # a single number is a score, not a distribution
-        mine, theirs = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (mine, theirs))
-        return F.kl_div(mine, theirs, log_target=True, reduction="batchmean")
-    return (mine - theirs).float().square().mean() / theirs.float().square().mean()
+        return mine[mask.bool()], theirs[mask.bool()]
+    return mine, theirs
 
 
 def answer_of(answer: Any) -> Tensor:
@@ -67,7 +85,7 @@ def heal(
     *,
     lr: float = 1e-4,
     weight_decay: float = 0.0,
-    loss: Loss = distance,
+    loss: Loss | None = None,
     run: Callable[[nn.Module, Any], Any] = call,
     checkpoint: Path | str | None = None,
     every: int = 50,
@@ -78,10 +96,11 @@ def heal(
 
     `batches(step)` gives the batch of a step, so that a healing that was stopped goes on with the right one: with
     `checkpoint`, a file written whole every so many steps, it does. It is refused where models, rates or `label`, which
-    may say what the batches are, differ from those it was begun with. Learning rates are structure-aware
-    (`param_groups`), with a short warm-up and a cosine. Parameters that need no gradient stay as they are. Weights in
-    half precision are trained in float32 and rounded at the end.
+    may say what the batches are, differ from those it was begun with. The loss is `distance` unless another is given.
+    Learning rates are structure-aware (`param_groups`), with a short warm-up and a cosine. Parameters that need no
+    gradient stay as they are. Weights in half precision are trained in float32 and rounded at the end.
     """
+    loss = loss or distance_for(model)
     about = _fingerprint(model, teacher, f"{lr} {weight_decay} {steps} {label}")
     kinds = {name: t.dtype for name, t in model.state_dict().items() if t.is_floating_point()}
     if any(kind in (torch.float16, torch.bfloat16) for kind in kinds.values()):
