@@ -30,7 +30,9 @@ def test_signatures() -> None:
     ]  # fmt: skip
     assert names(bt.explain) == names(bt.param_groups)
     assert names(bt.lr_multiplier) == ["factor", "chain", "rule"]
-    assert names(bt.project) == ["structure", "weight"]
+    assert names(bt.project)[:2] == ["structure", "weight"]
+    rest = list(inspect.signature(bt.project).parameters.values())[2:]
+    assert all(p.kind is p.KEYWORD_ONLY for p in rest), "what was added does not change a call"
     assert names(bt.StructuredLinear.from_dense) == ["linear", "structure", "normalize"]
 
 
