@@ -7,13 +7,13 @@ log, makes no checkpoint and looks for no NaN. Trials take turns; the medians of
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
+from gpu import save
 from torch import nn
 
 from buttress.lab.config import Run
@@ -68,10 +68,7 @@ def main() -> None:
         lines.append({"width": width, "batch": batch, "hand_ms": round(hand, 4), "lab_ms": round(lab, 4),
                       "ratio": round(lab / hand, 3)})  # fmt: skip
         print(lines[-1], flush=True)
-    with given.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0].keys())
-        writer.writeheader()
-        writer.writerows(lines)
+    save(given.out, lines)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ so probably their figure, with the rule's sqrt(r) / d_in. Needs CIFAR-10 in --da
 from __future__ import annotations
 
 import argparse
-import csv
 from dataclasses import replace
 from pathlib import Path
+
+from gpu import save
 
 import buttress as bt
 from buttress.lab.data import load
@@ -41,10 +42,7 @@ def main() -> None:
             update = train(run, device="cpu", data=task).results["feature_update"]
             lines.append({"structure": str(structure), "width": width, "feature_update": round(update, 5)})
             print(lines[-1], flush=True)
-    with given.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0].keys())
-        writer.writeheader()
-        writer.writerows(lines)
+    save(given.out, lines)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import importlib.util
 import random
 import re
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu import save
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
@@ -127,11 +127,7 @@ def main() -> None:
         line: dict[str, object] = {"keep": keep, "structure": name, "weights": way, "kept": round(kept, 4)}
         lines.append(line | agreement(embeddings(model, asked), wanted) | {"seconds": round(seconds, 1)})
         print(lines[-1], flush=True)
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        with given.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, lines[0].keys())
-            writer.writeheader()
-            writer.writerows(lines)
+        save(given.out, lines)
 
     dense = sum(
         m.weight.numel() for n, m in original.named_modules() if isinstance(m, nn.Linear) and n.startswith("enc")

@@ -28,23 +28,19 @@ def test_generated_pages_are_fresh() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_tutorial_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 10
-    script = tmp_path / "tutorial.py"
+@pytest.mark.parametrize(
+    ("page", "least", "says"),
+    [("tutorial", 10, "no linear layer matches 'encoder.*.linear3'"), ("pretrained", 7, "keeps")],
+)
+def test_tutorials_run(page: str, least: int, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if page == "pretrained":
+        pytest.importorskip("transformers")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
+    assert len(blocks) >= least
+    script = tmp_path / f"{page}.py"
     script.write_text("\n".join(blocks))
     runpy.run_path(str(script))
-    assert "no linear layer matches 'encoder.*.linear3'" in capsys.readouterr().out
-
-
-def test_pretrained_tutorial_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pretrained.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 7
-    script = tmp_path / "pretrained.py"
-    script.write_text("\n".join(blocks))
-    runpy.run_path(str(script))
-    assert "keeps" in capsys.readouterr().out
+    assert says in capsys.readouterr().out
 
 
 def test_readme_declares_a_structure_that_works() -> None:

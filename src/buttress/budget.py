@@ -22,7 +22,7 @@ from buttress import ops
 from buttress.errors import PlanError, StructureError
 from buttress.heal import distance_for
 from buttress.moments import call, evaluating
-from buttress.project import project
+from buttress.project import Projection, project
 from buttress.sites import Site
 from buttress.structures import Structure, parse, structures
 from buttress.surgery import Plan, PlanEntry, chosen_layers
@@ -93,7 +93,14 @@ def curves(
         if watch:
             watch(name, done, len(sites))
         found[name] = _options(site, _members(asked, site, price, levels), (moments or {}).get(name), price)
-    return _scaled(model, sites, found, moments or {}, batches) if batches else found
+    if not batches:
+        return found
+    with evaluating(model):
+        effects = _effects(model, sites, found, moments or {}, batches)
+    middle = sorted(effects.values())[len(effects) // 2] if effects else 1.0
+    return {
+        name: [replace(c, loss=c.loss * effects.get(name, middle)) for c in options] for name, options in found.items()
+    }
 
 
 def budget(options: Mapping[str, Sequence[Choice]], keep: float) -> Budget:
@@ -159,13 +166,12 @@ def _shares(structure: Structure, d_in: int, d_out: int) -> bool:
     return structure.chain(d_in, d_out).shares_parameters
 
 
+def _near(member: Structure, linear: nn.Linear, moments: Tensor | None) -> Projection:
+    return project(member, linear.weight, moments=moments, sweeps=None if moments is None else SWEEPS)
+
+
 @torch.no_grad()
-def _options(
-    site: Site,
-    members: Sequence[Structure],
-    moments: Tensor | None,
-    price: Callable[[Structure | None, int, int], float],
-) -> list[Choice]:
+def _options(site: Site, members: Sequence[Structure], moments: Tensor | None, price: Price) -> list[Choice]:
     """Every option of a layer that is cheaper than dense, and dense itself."""
     if site.odd:
         raise PlanError(f"{site.name}: {site.odd}")
@@ -178,7 +184,7 @@ def _options(
         if after >= dense:
             continue
         try:
-            loss = project(member, linear.weight, moments=moments, sweeps=SWEEPS if moments is not None else 0)
+            loss = _near(member, linear, moments)
         except StructureError:
             continue  # its rank is above the bound: a cheaper one is exact
         found.append(Choice(site.name, str(member), dense, after, loss.output_error**2))
@@ -186,22 +192,6 @@ def _options(
 
 
 @torch.no_grad()
-def _scaled(
-    model: nn.Module,
-    sites: Mapping[str, Site],
-    options: Mapping[str, list[Choice]],
-    moments: Mapping[str, Tensor],
-    batches: Sequence[Any],
-) -> dict[str, list[Choice]]:
-    """Losses as they show in the model's answer, from one option of each layer put in its place alone."""
-    with evaluating(model):
-        effects = _effects(model, sites, options, moments, batches)
-    middle = sorted(effects.values())[len(effects) // 2] if effects else 1.0
-    return {
-        name: [replace(c, loss=c.loss * effects.get(name, middle)) for c in found] for name, found in options.items()
-    }
-
-
 def _effects(
     model: nn.Module,
     sites: Mapping[str, Site],
@@ -209,6 +199,7 @@ def _effects(
     moments: Mapping[str, Tensor],
     batches: Sequence[Any],
 ) -> dict[str, float]:
+    """How much of a layer's loss shows in the model's answer, from one option put in its place alone."""
     loss = distance_for(model)
     wanted = [call(model, batch) for batch in batches]
     effects: dict[str, float] = {}
@@ -218,7 +209,7 @@ def _effects(
             continue
         linear = sites[name].read()
         chain = parse(some.structure).chain(linear.in_features, linear.out_features)
-        near = project(parse(some.structure), linear.weight, moments=moments.get(name), sweeps=SWEEPS if moments else 0)
+        near = _near(parse(some.structure), linear, moments.get(name))
         weight = ops.dense(chain, list(near.factors.values()))
 
         def instead(
