@@ -271,6 +271,25 @@ def cifar_table() -> str:
     return table("structure | width | MACs | train error | published | test error | published | seconds", rows)
 
 
+def vit_table() -> str:
+    rows = []
+    for r in sorted(runs("vit"), key=lambda r: (r.run.structure, r.macs)):
+        errors = (f"{r.results[f'{part}_error']:.1f}" for part in ("train", "test"))
+        cost = f"{r.macs:,}", f"{r.params:,}"
+        pace = f"{r.results['step_ms']:.2f}", f"{r.results['seconds']:.0f}"
+        rows.append((r.run.structure or "dense", f"{r.run.width}", *cost, *errors, *pace))
+    return table("structure | width | MACs | parameters | train error | test error | ms a step | seconds", rows)
+
+
+def utilisation_table() -> str:
+    rows = []
+    for r in record("h200/utilisation.csv"):
+        name = f"{r['model']}{', compiled' if r['compiled'] == 'True' else ''}"
+        share = f"{100 * float(r['utilisation']):.0f} %"
+        rows.append((name, r["structure"], r["width"], r["step_ms"], share, r["kernels"], r["floor_ms"]))
+    return table("model | structure | width | ms a step | GPU at work | kernels | products alone at peak, ms", rows)
+
+
 def exponents_table() -> str:
     rows = []
     lines = figures.points(runs("mlp-scaling"))
@@ -341,6 +360,8 @@ TABLES = {
     "docs/cifar.md": {
         "cifar": cifar_table,
         "exponents": exponents_table,
+        "vit": vit_table,
+        "utilisation": utilisation_table,
         "features": features_table,
         "rates": rates_table,
     },

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 # torchvision's CUDA build does not load beside a CPU build of torch, and its fake kernels then find no
 # operators to attach to, which takes timm and transformers down. With the schemas declared they import;
 # nothing here calls those operators.
-with contextlib.suppress(RuntimeError):
+if torch.version.cuda is None:  # beside a CUDA build the real ones load, and a second declaration would abort
     _library = torch.library.Library("torchvision", "FRAGMENT")
     for _schema in (
         "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

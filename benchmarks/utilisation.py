@@ -1,0 +1,92 @@
+"""How much of a training step the GPU works: the lab's MLP and ViT on CIFAR-10, from one CUDA graph.
+
+    python benchmarks/utilisation.py --data FOLDER      # of CIFAR-10, on a machine with a GPU
+
+`step_ms` is the median of windows of steps without a profiler, `busy_ms` the time in which at least one kernel
+ran, from torch's profiler over the same number of steps, `kernels` how many there were, and `utilisation` their
+ratio. `floor_ms` is what the model's products alone would take at the card's peak in tf32: 6 * MACs * batch / peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from gpu import save
+from torch.profiler import ProfilerActivity, profile
+
+from buttress.lab.config import Run
+from buttress.lab.data import load
+from buttress.lab.recipes.cifar import MLP, VIT
+from buttress.lab.train import Trainer, _side_stream
+
+PEAK = 377e12
+"""Of one H200 in tf32, FLOP/s: half of what bf16 products reach."""
+WARM, STEPS, WINDOWS = 50, 200, 7
+RUNS = (
+    replace(MLP, width=64),
+    replace(MLP, width=1024),
+    replace(MLP, width=1024, structure="btt"),
+    replace(MLP, width=4096, structure="btt"),
+    replace(VIT, width=256),
+    replace(VIT, width=256, structure="btt"),
+)
+
+
+def busy(events: Any) -> tuple[float, int]:
+    """Milliseconds in which at least one kernel ran, and how many ran."""
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA")
+    total, until = 0.0, 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / 1e3, len(spans)
+
+
+def measure(run: Run, data: Path, compiled: bool) -> dict[str, object]:
+    device = torch.device("cuda")
+    trainer = Trainer(run, load(run.task, device, data), device, compiled=compiled)
+    with _side_stream(device):
+        trainer.advance(WARM)
+        took = []
+        for _ in range(WINDOWS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            trainer.advance(trainer.step + STEPS)
+            torch.cuda.synchronize()
+            took.append(1e3 * (time.perf_counter() - begin) / STEPS)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            trainer.advance(trainer.step + STEPS)
+            torch.cuda.synchronize()
+    ms, kernels = busy(seen.events())
+    step, work = median(took), ms / STEPS
+    floor = 1e3 * 6 * trainer.macs * run.batch / PEAK
+    return {
+        "model": run.model, "structure": run.structure or "dense", "width": run.width, "compiled": compiled,
+        "step_ms": round(step, 4), "busy_ms": round(work, 4), "utilisation": round(work / step, 3),
+        "kernels": round(kernels / STEPS), "floor_ms": round(floor, 4), "over_floor": round(step / floor, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("results/h200/utilisation.csv"))
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+    rows = []
+    for run in RUNS:
+        rows.append(measure(run, given.data, compiled=run.model == "vit"))
+        print(rows[-1], flush=True)
+        save(given.out, rows)
+
+
+if __name__ == "__main__":
+    main()
