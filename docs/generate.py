@@ -111,9 +111,10 @@ def prose(thing: object) -> str:
 
 
 def members(cls: type) -> str:
-    """Public methods and properties that the class itself defines."""
+    """Public methods and properties that the class, or one of ours that it is made from, defines."""
     out = []
-    for name, member in vars(cls).items():
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("buttress.")]
+    for name, member in {n: m for base in reversed(ours) for n, m in vars(base).items()}.items():
         if name.startswith("_"):
             continue
         if isinstance(member, property):

@@ -22,11 +22,14 @@ from transformers import (  # noqa: E402
     AutoModel,
     AutoModelForCausalLM,
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from buttress import hf  # noqa: E402
@@ -234,6 +237,146 @@ def test_dense_again_is_an_ordinary_checkpoint(build: Callable[[], Any], tmp_pat
     torch.testing.assert_close(plain(TOKENS).logits, wanted, rtol=1e-4, atol=1e-5)
 
 
+# ---- Embeddings, and heads that share their weights
+
+
+def t5() -> Any:
+    config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+def masked() -> Any:
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        )
+    )  # fmt: skip
+
+
+WORDS = {
+    "gpt2": (gpt2, {"*.wte": PLAN, "lm_head": PLAN, "*.mlp.*": bt.Monarch(4)}, True),
+    "llama": (llama, {"*.embed_tokens": PLAN, "lm_head": bt.BTT(rank=3)}, False),
+    "llama, one structure": (llama, {"*.embed_tokens": PLAN, "lm_head": PLAN}, False),
+    "llama, tied": (tied, {"model.embed_tokens": PLAN, "lm_head": PLAN}, True),
+    "llama, no longer tied": (tied, {"model.embed_tokens": PLAN, "lm_head": bt.BTT(rank=3)}, False),
+    "llama, embedding alone": (tied, {"model.embed_tokens": PLAN}, False),
+    "t5": (t5, {"shared": PLAN, "*.embed_tokens": PLAN, "lm_head": PLAN}, True),
+    "t5, head alone": (t5, {"lm_head": PLAN}, False),
+    "bert": (masked, {"*.word_embeddings": PLAN, "cls.predictions.decoder": PLAN}, True),
+    "bert, head alone": (masked, {"cls.predictions.decoder": PLAN}, False),
+}
+words_of = pytest.mark.parametrize("which", WORDS)
+
+
+def inputs(model: Any) -> dict[str, Any]:
+    more = {"decoder_input_ids": TOKENS} if model.config.is_encoder_decoder else {}
+    return {"input_ids": TOKENS, **more}
+
+
+def is_tied(model: Any) -> bool:
+    one, other = model.get_input_embeddings(), model.get_output_embeddings()
+    return {id(p) for p in one.parameters()} <= {id(p) for p in other.parameters()}
+
+
+@words_of
+@pytest.mark.parametrize("normalize", [False, True])
+def test_words_are_saved_and_loaded(which: str, normalize: bool, tmp_path: Path) -> None:
+    build, plan, together = WORDS[which]
+    model = build().eval()
+    bt.replace_(model, plan, normalize=normalize)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.01 * torch.randn_like(p))
+    wanted = model(**inputs(model)).logits
+    hf.save(model, tmp_path / "m")
+    stored = safetensors.torch.load_file(tmp_path / "m" / "model.safetensors")
+    assert sum(t.numel() for t in stored.values()) == sum(p.numel() for p in model.parameters())
+    again = type(model).from_pretrained(tmp_path / "m").eval()
+    again.save_pretrained(tmp_path / "n")
+    third = type(model).from_pretrained(tmp_path / "n").eval()
+    for other in (model, again, third):
+        assert torch.equal(other(**inputs(model)).logits, wanted)
+        assert is_tied(other) == together
+        assert bt.Plan.of(other) == bt.Plan.of(model)
+        other.tie_weights()  # which transformers does on many occasions
+        assert torch.equal(other(**inputs(model)).logits, wanted)
+    bt.densify_(again)
+    assert is_tied(again) == together
+    hf.save(again, tmp_path / "dense")
+    assert not any("factors" in k for k in safetensors.torch.load_file(tmp_path / "dense" / "model.safetensors"))
+    plain = type(model).from_pretrained(tmp_path / "dense").eval()
+    assert is_tied(plain) == together
+    torch.testing.assert_close(plain(**inputs(model)).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("which", ["gpt2", "llama, one structure"])
+def test_words_are_learned_and_generated(which: str, tmp_path: Path) -> None:
+    build, plan, together = WORDS[which]
+    model = build()
+    bt.replace_(model, plan)
+    optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
+    losses = []
+    for _ in range(8):
+        loss = model(TOKENS, labels=TOKENS).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert is_tied(model) == together
+    hf.save(model.eval(), tmp_path / "m")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    made = [
+        m.generate(TOKENS, max_new_tokens=5, do_sample=False, pad_token_id=0, use_cache=cache)
+        for m in (model, again)
+        for cache in (True, False)
+    ]
+    assert made[0].shape == (2, 17)
+    assert all(torch.equal(m, made[0]) for m in made)
+    base = AutoModel.from_pretrained(tmp_path / "m").eval()
+    hidden = model.base_model(TOKENS).last_hidden_state
+    torch.testing.assert_close(base(TOKENS).last_hidden_state, hidden, rtol=0, atol=0)
+    assert isinstance(base.get_input_embeddings(), bt.StructuredEmbedding)
+
+
+def test_words_in_the_middle_of_training() -> None:
+    """At full rank nothing changes but the optimizer, there and back."""
+    model = gpt2()
+    model.eval()  # no dropout: outputs are compared
+
+    def train(steps: int) -> float:
+        optimizer = torch.optim.AdamW(bt.param_groups(model, lr=1e-3))
+        for _ in range(steps):
+            loss = model(TOKENS, labels=TOKENS).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    first = train(5)
+    with torch.no_grad():
+        before = model(TOKENS).logits
+    full = bt.LowRank(fraction=1.0)
+    report = bt.replace_(model, {"*.wte": full, "lm_head": full}, init="project")
+    assert all(row.projection_error < 1e-5 for row in report.rows)
+    torch.testing.assert_close(model(TOKENS).logits, before, rtol=1e-4, atol=1e-4)
+    second = train(5)
+    assert second < first
+    with torch.no_grad():
+        before = model(TOKENS).logits
+    bt.densify_(model)
+    torch.testing.assert_close(model(TOKENS).logits, before, rtol=1e-4, atol=1e-4)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert train(5) < second
+
+
+def test_some_of_many_that_share_a_weight() -> None:
+    model = t5()
+    with pytest.raises(bt.PlanError, match=r"shared: its weight is also encoder\.embed_tokens\.weight, .*or none"):
+        bt.replace_(model, {"shared": PLAN})
+    assert parts(model) == 0
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return hf.save(structured(gpt2), tmp_path / "m")
@@ -311,6 +454,26 @@ class TestTampered:
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises((bt.ButtressError, RuntimeError, ValueError), match=f"(?i){says}"):
             AutoModelForCausalLM.from_pretrained(folder)
+
+    def test_tied_words(self, tmp_path: Path) -> None:
+        build, plan, _ = WORDS["gpt2"]
+        model = build()
+        bt.replace_(model, plan)
+        hf.save(model, tmp_path / "m")
+        for change, says in (({"tied": "nowhere"}, "ties 'lm_head' to 'nowhere'"), ({"tied": None}, "is missing")):
+            copy = tmp_path / says.replace("'", "")
+            shutil.copytree(tmp_path / "m", copy)
+            config = config_of(copy)
+            next(e for e in config["quantization_config"]["plan"]["layers"] if e["name"] == "lm_head").update(change)
+            (copy / "config.json").write_text(json.dumps(config))
+            with pytest.raises(bt.PlanError, match=says):
+                AutoModelForCausalLM.from_pretrained(copy)
+        file = tmp_path / "m" / "model.safetensors"
+        tensors = safetensors.torch.load_file(file)
+        del tensors["transformer.wte.factors.L"]
+        safetensors.torch.save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(bt.PlanError, match=r"transformer\.wte\.factors\.L should have .* is missing"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "m")
 
     def test_a_dense_checkpoint_with_a_plan(self, folder: Path, tmp_path: Path) -> None:
         gpt2().save_pretrained(tmp_path / "dense")

@@ -24,6 +24,9 @@ def test_signatures() -> None:
     assert names(bt.StructuredLinear) == [
         "in_features", "out_features", "structure", "bias", "zero_init", "normalize", "device", "dtype",
     ]  # fmt: skip
+    assert names(bt.StructuredEmbedding) == [
+        "num_embeddings", "embedding_dim", "structure", "padding_idx", "std", "normalize", "device", "dtype",
+    ]  # fmt: skip
     assert names(bt.replace_)[:5] == ["model", "plan", "init", "normalize", "split"]
     assert names(bt.param_groups) == [
         "model", "lr", "base", "weight_decay", "rule", "scale", "structure_aware",

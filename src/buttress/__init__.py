@@ -11,6 +11,7 @@ from buttress.attention import ProjectedAttention, SplitLinear
 from buttress.budget import Budget, Choice, budget, curves
 from buttress.chain import Chain, Factor
 from buttress.cost import Cost, cost
+from buttress.embedding import StructuredEmbedding
 from buttress.errors import (
     ButtressError,
     ChainError,
@@ -76,6 +77,7 @@ __all__ = [
     "SplitLinear",
     "Structure",
     "StructureError",
+    "StructuredEmbedding",
     "StructuredLinear",
     "TensorTrain",
     "advise",

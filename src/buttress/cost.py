@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from buttress.layer import StructuredLinear
 from buttress.naming import modules
 from buttress.ops.flops import register
+from buttress.structured import Structured
 from buttress.table import render, show
 
 
@@ -156,7 +156,7 @@ def _rows(model: nn.Module, macs: dict[str, int], saved: dict[str, int]) -> Iter
     for name, module in modules(model):
         if name.startswith(hidden):
             continue
-        whole = isinstance(module, StructuredLinear)
+        whole = isinstance(module, Structured)
         if whole:
             hidden += (f"{name}.",)
         mine = [p for p in module.parameters(recurse=whole) if id(p) not in counted]
@@ -165,7 +165,7 @@ def _rows(model: nn.Module, macs: dict[str, int], saved: dict[str, int]) -> Iter
         if params or macs[name] or saved[name]:
             kind = (
                 f"{type(module).__name__}({module.structure})"
-                if isinstance(module, StructuredLinear)
+                if isinstance(module, Structured)
                 else type(module).__name__
             )
             yield CostRow(name or "(model)", kind, params, macs[name], saved[name])

@@ -23,6 +23,7 @@ from buttress.errors import MissingExtraError, PlanError
 from buttress.folders import new_folder
 from buttress.layer import StructuredLinear
 from buttress.sites import find
+from buttress.structured import Structured
 from buttress.surgery import Plan, PlanEntry
 
 try:
@@ -92,14 +93,14 @@ def _check(model: PreTrainedModel, files: Iterable[str]) -> None:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
-    prefix = f"{model.base_model_prefix}."
+    tied = getattr(model, "all_tied_weights_keys", {})  # stored under one name alone
     for name, module in model.named_modules():
-        if not isinstance(module, StructuredLinear):
+        if not isinstance(module, Structured):
             continue
         for part, parameter in module.named_parameters():
             full = f"{name}.{part}"
-            shape = next((found[n] for n in (full, f"{prefix}{full}", full.removeprefix(prefix)) if n in found), None)
-            if shape != parameter.shape:
+            shape = next((found[n] for n in _names(full, model) if n in found), None)
+            if shape != parameter.shape and full not in tied:
                 has = "is missing" if shape is None else f"has the shape {shape}"
                 raise PlanError(
                     f"{full} should have the shape {tuple(parameter.shape)}, since {name} is {module.structure}, but "
@@ -107,21 +108,28 @@ def _check(model: PreTrainedModel, files: Iterable[str]) -> None:
                 )
 
 
+def _names(name: str, model: PreTrainedModel) -> tuple[str, str, str]:
+    """What something is called here, and in a model over the same base with or without a head."""
+    prefix = f"{model.base_model_prefix}."
+    return name, f"{prefix}{name}", name.removeprefix(prefix)
+
+
 def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
     """A plan for another model over the same base: with or without a head, names gain or lose the base's prefix."""
     prefix = f"{model.base_model_prefix}."
-    names = find(model)
+    there = find(model, embeddings=True)
+    names = {e.name: next((n for n in _names(e.name, model) if n in there), None) for e in plan.entries}
     entries: list[PlanEntry] = []
     for entry in plan.entries:
-        others = (entry.name, f"{prefix}{entry.name}", entry.name.removeprefix(prefix))
-        known = next((name for name in others if name in names), None)
+        known = names[entry.name]
         if known is None and (model.base_model is not model or entry.name.startswith(prefix)):
             raise PlanError(
                 f"the plan names a layer that {type(model).__name__} does not have: {entry.name!r}. The folder was "
                 "made from another architecture, or its config was changed"
             )
         if known is not None:  # the base alone has no head
-            entries.append(replace(entry, name=known))
+            tied = None if entry.tied is None else names.get(entry.tied, entry.tied)
+            entries.append(replace(entry, name=known, tied=tied))
     return Plan(tuple(entries))
 
 

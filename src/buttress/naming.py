@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -49,22 +49,36 @@ def join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def first_match(rules: Mapping[str, T], names: Iterable[str]) -> tuple[dict[str, T], dict[str, str]]:
-    """Value of the first glob that matches each name, and why each glob that decides nothing does not."""
+def first_match(
+    rules: Mapping[str, T], names: Iterable[str], *, by_name: Container[str] = ()
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Value of the first glob that matches each name, and why each glob that decides nothing does not.
+
+    Names in `by_name` are matched only by globs that end in their last part, letter by letter.
+    """
     known = list(names)
+
+    def matches(name: str, glob: str) -> bool:
+        return fnmatchcase(name, glob) and (name not in by_name or last_part(name) == last_part(glob))
+
     chosen: dict[str, T] = {}
     deciding: dict[str, str] = {}
     for name in known:
         for glob, value in rules.items():
-            if fnmatchcase(name, glob):
+            if matches(name, glob):
                 chosen[name], deciding[name] = value, glob
                 break
     idle = {}
     for glob in rules:
         if glob not in deciding.values():
-            taken = [deciding[name] for name in known if fnmatchcase(name, glob)]
+            taken = [deciding[name] for name in known if matches(name, glob)]
             idle[glob] = f"what it matches is taken by {taken[0]!r} before it" if taken else suggest(glob, known)
     return chosen, idle
+
+
+def last_part(name: str) -> str:
+    """What a module is called by the one that holds it."""
+    return name.rpartition(".")[2]
 
 
 def suggest(glob: str, names: Iterable[str], most: int = 8) -> str:

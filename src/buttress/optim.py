@@ -14,10 +14,12 @@ from torch import nn
 
 from buttress.attention import ProjectedAttention, SplitLinear
 from buttress.chain import Chain
+from buttress.embedding import StructuredEmbedding
 from buttress.errors import RuleError
 from buttress.layer import StructuredLinear
 from buttress.naming import first_match, is_conv1d, join, modules, parameters, suggest
-from buttress.scaling import init_std, lr_multiplier, rate
+from buttress.scaling import lookup, lookup_multiplier, lr_multiplier, rate
+from buttress.structured import Structured
 from buttress.table import render
 
 Base = nn.Module | Mapping[str, int | tuple[int, int]]
@@ -130,6 +132,8 @@ class _Facts:
     chain: Chain | None = None
     factor: str | None = None
     std: float | None = None
+    rows: float | None = None
+    """For a factor of an embedding: the size of the entries of its rows."""
     share: float = 1.0
     """Which part of the outputs of a fused layer this one has."""
 
@@ -181,12 +185,10 @@ def _rates(
         transfer, reason = widths.transfer(name, f, used)
         multiplier, why = transfer, [f.kind, reason]
         if f.chain and f.factor:
-            factor = next(x for x in f.chain.factors if x.name == f.factor)
-            kappa = lr_multiplier(factor, f.chain, used)
+            kappa, reason = _kappa(f, f.chain, used)
             if structure_aware:
                 multiplier *= kappa
-                slices = f"slice {factor.d_out}x{factor.d_in} of a {f.chain.d_out}x{f.chain.d_in} layer"
-                why.append(f"kappa = {kappa:.4g}: {slices}, 1 of {len(f.chain.factors)}")
+                why.append(f"kappa = {kappa:.4g}: {reason}, 1 of {len(f.chain.factors)}")
             else:
                 why.append("naive: the dense layer's rate")
         if scales := [extra[n] for n in names[id(parameter)] if n in extra]:
@@ -198,6 +200,17 @@ def _rates(
         # Equal rates found by different divisions differ in the last bit, and would make two groups.
         multiplier = float(f"{multiplier:.14g}")
         yield _Rate(name, parameter, f, multiplier, decay, used, "; ".join(w for w in why if w))
+
+
+def _kappa(f: _Facts, chain: Chain, rule: str) -> tuple[float, str]:
+    """A factor's rate over that of what it stands for, a dense layer or a dense embedding, and its reason."""
+    factor = next(x for x in chain.factors if x.name == f.factor)
+    if f.rows is None:
+        slices = f"slice {factor.d_out}x{factor.d_in} of a {chain.d_out}x{chain.d_in} layer"
+        return lr_multiplier(factor, chain, rule), slices
+    kappa = lookup_multiplier(factor, chain, rule, f.rows)
+    given = "numbers" if f.rows == 1 else f"numbers of size {f.rows:.3g}"
+    return kappa, "read as it is" if factor is chain.factors[-1] else f"adds up {f.d_in} {given}"
 
 
 class _Widths:
@@ -245,7 +258,7 @@ class _Widths:
         """Only a rule that looks at d_out tells vectors of different lengths apart."""
         if rate(rule, 1, 1) == rate(rule, 1, 2) or f.d_out == 1:
             return 1.0, "width does not count"
-        then = self.vectors.get(name)
+        then = self.vectors.get(name) or self._table(f)
         try:
             size = then.d_out if then else self._find(f)[1]
         except RuleError:
@@ -256,6 +269,10 @@ class _Widths:
                 f"for {f.layer} (d_in is 1 for a vector) or a base model"
             )
         return rate(rule, 1, f.d_out) / rate(rule, 1, size), f"size {size:g} -> {f.d_out}"
+
+    def _table(self, f: _Facts) -> _Facts | None:
+        """The base's embedding of this name: a dense one may stand where the other is structured."""
+        return next((v for v in self.vectors.values() if v.layer == f.layer and not v.matrix), None)
 
     def _find(self, f: _Facts) -> tuple[int, float | None]:
         """The base's layer of this name, or the part that it has in a fused one."""
@@ -286,7 +303,7 @@ def _facts(model: nn.Module) -> dict[str, _Facts]:
 
 def _owned(name: str, module: nn.Module) -> dict[str, _Facts]:
     """Facts about the parameters that one module owns."""
-    return _structured(name, module) if isinstance(module, StructuredLinear) else _plain(name, module)
+    return _structured(name, module) if isinstance(module, Structured) else _plain(name, module)
 
 
 def _plain(name: str, module: nn.Module) -> dict[str, _Facts]:
@@ -321,16 +338,28 @@ def _plain(name: str, module: nn.Module) -> dict[str, _Facts]:
     return facts
 
 
-def _structured(name: str, module: StructuredLinear) -> dict[str, _Facts]:
-    chain = module.chain
-    facts = {
-        f"factors.{f.name}": _Facts(
-            f"factor of {module.structure}", name, f.d_in, f.d_out, True, True, chain, f.name, init_std(f)
-        )
-        for f in chain.factors
-    }
+def _structured(name: str, module: Structured) -> dict[str, _Facts]:
+    chain, kind = module.chain, f"factor of {module.structure}"
+    if isinstance(module, StructuredEmbedding):
+        # Like the rows of a dense embedding, what is looked up is no matrix that is applied to features.
+        reads = lookup(chain)
+        facts = {
+            f"factors.{f.name}": _Facts(
+                f"{kind}: rows are looked up", name, round(reads[f.name].fan_in), chain.d_in, False, True, chain,
+                f.name, module.stds[f.name], rows=module.std or 1.0,
+            )
+            for f in chain.factors
+        }  # fmt: skip
+    else:
+        facts = {
+            f"factors.{f.name}": _Facts(
+                kind, name, f.d_in, f.d_out, True, True, chain, f.name, module.stds[f.name]
+            )
+            for f in chain.factors
+        }  # fmt: skip
     facts |= {
         f"gains.{key}": _Facts("gain: the base rate", f"{name}.gains", 1, 1, False, False) for key in module.gains
     }
-    facts["bias"] = _Facts("vector: one number a feature", name, 1, module.out_features, False, False)
+    if isinstance(module, StructuredLinear):
+        facts["bias"] = _Facts("vector: one number a feature", name, 1, module.out_features, False, False)
     return _plain(name, module) | facts

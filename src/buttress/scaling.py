@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import sqrt
 
-from buttress.chain import Chain, Factor
+from buttress.chain import Axes, Chain, Factor
 from buttress.errors import RuleError
 
 RULES: dict[str, Callable[[float, float, float], float]] = {
@@ -60,3 +61,64 @@ def lr_multiplier(factor: Factor, chain: Chain, rule: str = "adam") -> float:
     slices = factor.blocks * sqrt(factor.shared)
     own = rate(rule, factor.d_in, factor.d_out, slices)
     return own / rate(rule, chain.d_in, chain.d_out) / len(chain.factors)
+
+
+@dataclass(frozen=True)
+class Read:
+    """One slice of a factor as it is met when a row of the matrix is looked up."""
+
+    fan_in: float
+    """How many numbers it adds up for each one that it makes."""
+    fan_out: int
+    copies: float
+    """As for `rate`."""
+
+
+def lookup(chain: Chain) -> dict[str, Read]:
+    """What the factors do when a row is looked up, in that order: the last-applied one is met first.
+
+    A row is the transposed chain applied to a one-hot vector. That fixes the axes of y, so a factor adds up only those
+    of its out axes that are left; the first one met has none and is just read. After a regroup the fixed axes leave
+    one place in so many filled, spread over all the sums.
+    """
+    found = {}
+    fixed = set(chain.y)
+    filled = 1.0
+
+    def size(axes: Axes) -> int:
+        return chain.size(a for a in axes if a not in fixed)
+
+    for f in reversed(chain.factors):
+        copies = size(f.batch_axes) * sqrt(size(f.shared_axes))
+        found[f.name] = Read(max(1.0, filled * size(f.out_axes)), size(f.in_axes), copies)
+        fixed -= set(f.out_axes)
+        filled = 1.0
+        if f.regroup:
+            filled = 1 / chain.size(fixed)
+            fixed.clear()
+    return found
+
+
+def lookup_stds(chain: Chain, std: float = 1.0) -> dict[str, float]:
+    """Standard deviations of the factors' entries that give the (nonzero) entries of each row the deviation `std`.
+
+    The factor that is just read brings it, and each later one keeps it: 1 / sqrt(fan-in).
+    """
+    reads = lookup(chain)
+    first = next(iter(reads))
+    return {f.name: std if f.name == first else 1 / sqrt(reads[f.name].fan_in) for f in chain.factors}
+
+
+def lookup_multiplier(factor: Factor, chain: Chain, rule: str = "adam", std: float = 1.0) -> float:
+    """Learning rate of a factor over that of the dense embedding whose rows have entries of size `std`.
+
+    Law: rate(factor) / rate(dense embedding) / number of factors, both for a one-hot input. For Adam that is 1 / k for
+    the factor that is just read, and 1 / (fan-in * std * k) for each later one, which is given numbers of size `std`.
+    """
+    reads = lookup(chain)
+    read = reads[factor.name]
+    own = rate(rule, read.fan_in, read.fan_out, read.copies)
+    if factor.name != next(iter(reads)):
+        # Plain SGD feels the size of what it is given twice, in the gradient and in what that changes.
+        own /= std**2 if rule == "sgd" else std
+    return own / rate(rule, 1, chain.d_in) / len(chain.factors)

@@ -1,4 +1,4 @@
-"""Linear layers where they stand in a model: what they are called, how to read them, how to put another there."""
+"""Linear layers and embeddings where they stand in a model: their names, how to read them, how to put another there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from buttress.naming import is_conv1d, join, modules
 
 @dataclass(frozen=True)
 class Site:
-    """One linear layer of a model."""
+    """One linear layer, or embedding, of a model."""
 
     name: str
     kind: str
@@ -26,13 +26,24 @@ class Site:
     odd: str | None
     """Why it cannot be replaced, and what to do."""
     read: Callable[[], nn.Linear]
-    """The layer as an ordinary nn.Linear: the module itself where it is one, else views of its weights."""
+    """The layer as an ordinary nn.Linear: the module itself where it is one, else views of its weights.
+
+    An embedding reads as the head that would be tied to it: from embedding_dim to num_embeddings, without bias.
+    """
     put: Callable[[nn.Module], None]
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether it is an embedding."""
+        return isinstance(self.owner, nn.Embedding)
 
-def find(model: nn.Module) -> dict[str, Site]:
-    """Every linear layer by name, in the model's order; one that has several names under the first."""
-    return {site.name: site for site in _sites(model)}
+
+def find(model: nn.Module, *, embeddings: bool = False) -> dict[str, Site]:
+    """Every linear layer by name, in the model's order; one that has several names under the first.
+
+    With `embeddings`, every nn.Embedding, too.
+    """
+    return {site.name: site for site in _sites(model) if embeddings or not site.looks_up}
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
@@ -53,6 +64,11 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             weight = module._parameters.get("weight")
             yield Site(
                 name, type(module).__name__, module, weight, odd, partial(_same, module), partial(put, model, name)
+            )
+        elif isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            weight = module._parameters.get("weight")
+            yield Site(
+                name, type(module).__name__, module, weight, odd, partial(_as_head, module), partial(put, model, name)
             )
         elif is_conv1d(module):
             weight = module._parameters.get("weight")
@@ -97,13 +113,26 @@ def _odd(module: nn.Module, compiled: bool) -> str | None:
                 "remove that first, with torch.nn.utils.parametrize.remove_parametrizations or its like, or leave the "
                 "layer out of the plan"
             )
-    if isinstance(module, nn.Linear) and (set(module._parameters) - {"weight", "bias"} or module._buffers):
+    if isinstance(module, nn.Embedding):
+        options = ("max_norm", "scale_grad_by_freq", "sparse")
+        if used := [name for name in options if getattr(module, name) not in (None, False)]:
+            return (
+                f"it was made with {', '.join(used)}, which a structured embedding does not know, since tokens share "
+                "its factors: set that to nothing first, or leave the embedding out of the plan"
+            )
+    if isinstance(module, nn.Linear | nn.Embedding) and (
+        set(module._parameters) - {"weight", "bias"} or module._buffers
+    ):
         return "it has parameters or buffers besides weight and bias, which would be lost: leave it out of the plan"
     return None
 
 
 def _same(module: nn.Linear) -> nn.Linear:
     return module
+
+
+def _as_head(module: nn.Embedding) -> nn.Linear:
+    return linear_of(module.weight, None).train(module.training)
 
 
 def _transposed(module: nn.Module) -> nn.Linear:

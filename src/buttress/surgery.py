@@ -1,4 +1,4 @@
-"""Replacing the linear layers of a model in place, and going back. Knows modules and names, no mathematics."""
+"""Replacing linear layers and embeddings in place, and going back. Knows modules and names, no mathematics."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from buttress import ties
 from buttress.attention import PROJECTIONS, ProjectedAttention, SplitLinear, linear_of, unpacked
+from buttress.embedding import StructuredEmbedding, rms
 from buttress.errors import ButtressError, PlanError
 from buttress.layer import StructuredLinear
-from buttress.naming import first_match, is_conv1d, join, modules, suggest
+from buttress.naming import first_match, is_conv1d, join, last_part, modules, suggest
 from buttress.project import project
 from buttress.sites import Site, compiled_alone, find, put, refuse_wrapped, unique
+from buttress.structured import Structured
 from buttress.structures import Structure, parse
 from buttress.table import render, show
 
@@ -30,7 +33,7 @@ Errors = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class ReplacedRow:
-    """What becomes of one linear layer (one line for each part of a split one)."""
+    """What becomes of one linear layer (one line for each part of a split one) or embedding."""
 
     name: str
     kind: str
@@ -65,7 +68,7 @@ class Report:
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One linear layer's replacement."""
+    """One linear layer's or embedding's replacement."""
 
     name: str
     structure: Structure
@@ -74,6 +77,10 @@ class PlanEntry:
     """For each part, whether it starts at zero. None: as the dense weight says."""
     split: tuple[int, ...] | None = None
     """Output sizes of the parts that a fused layer is split into."""
+    std: float | None = None
+    """Of an embedding's rows at the start. None: that of the table that is replaced."""
+    tied: str | None = None
+    """Name of the entry whose factors this one shares."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,19 @@ class Plan:
         """The plan that leads from the dense model to this one."""
         entries = []
         inside: tuple[str, ...] = ()
+        tied = ties.leaders(model)
         for name, module in unique(model):
             if isinstance(module, SplitLinear):
                 parts = [p for p in module.parts if isinstance(p, StructuredLinear)]
                 zeros = tuple(p.zero_init for p in parts)
                 entries.append(PlanEntry(name, parts[0].structure, parts[0].normalize, zeros, module.sizes))
                 inside += (f"{name}.",)
+            elif isinstance(module, StructuredEmbedding):
+                size, leader = module.std, tied.get(name)
+                entries.append(PlanEntry(name, module.structure, module.normalize, std=size, tied=leader))
             elif isinstance(module, StructuredLinear) and not name.startswith(inside):
-                entries.append(PlanEntry(name, module.structure, module.normalize, (module.zero_init,)))
+                zero = (module.zero_init,)
+                entries.append(PlanEntry(name, module.structure, module.normalize, zero, tied=tied.get(name)))
         return cls(tuple(entries))
 
     def to_json(self) -> str:
@@ -139,14 +151,17 @@ class Plan:
 def _entry(row: Any) -> PlanEntry:
     try:
         parts, zeros = row["split"], row["zero_init"]
+        std, tied = row.get("std"), row.get("tied")  # plans from before there were embeddings lack these
         return PlanEntry(
             str(row["name"]),
             parse(str(row["structure"])),
             bool(row["normalize"]),
             None if zeros is None else tuple(bool(z) for z in zeros),
             None if parts is None else tuple(int(n) for n in parts),
+            None if std is None else float(std),
+            None if tied is None else str(tied),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"a layer of this plan cannot be read ({error}): {row!r}") from None
 
 
@@ -166,50 +181,68 @@ def replace_(
     `plan` is a Structure for every linear layer but the output head; or an ordered mapping of name
     globs to a Structure, or to None for layers to leave alone, first match wins; or a saved Plan.
     Linear layers are nn.Linear, transformers' Conv1D, and the projections q_proj, k_proj, v_proj and
-    out_proj of nn.MultiheadAttention. `init="mup"` draws new weights (zero stays zero), "project"
+    out_proj of nn.MultiheadAttention. An nn.Embedding is replaced only by a glob that ends in its own name without a
+    wildcard ("transformer.wte", "*.wte"), never by "*" or a Structure. A head that shares an embedding's weight goes on
+    sharing it where both get the same structure. `init="mup"` draws new weights (zero stays zero), "project"
     keeps the nearest to the old ones. `split` maps globs of fused layers to the number of equal
     parts, or to a tuple of output sizes: {"*.c_attn": 3}. `moments`, from `moments()`, make "project" look for
     the nearest outputs instead of the nearest weights; `sweeps` are those of `project`. `dry_run` only reports.
     Biases stay as they are. Replace before wrapping a model in DDP or FSDP and before adding hooks.
 
     >>> report = replace_(model, {"*.mlp.*": BTT(rank=2), "*.attn.*": Monarch(4)})
+    >>> report = replace_(model, {"transformer.wte": BTT(rank=4), "lm_head": BTT(rank=4)})  # tied before, tied after
     """
     if init not in ("mup", "project"):
         raise PlanError(f"init must be 'mup' or 'project', got {init!r}")
     if init == "mup" and (moments is not None or sweeps is not None):
         raise PlanError("moments and sweeps are for init='project': new weights have nothing to be near to")
     refuse_wrapped(model)
-    sites = find(model)
+    sites = find(model, embeddings=True)
     entries = _entries(model, plan, sites, normalize, split or {})
-    made: list[tuple[Site, nn.Module]] = []
-    rows: list[ReplacedRow] = []
-    for entry in entries:
+    staying = _staying(model, [sites[e.name] for e in entries])
+    made: dict[str, nn.Module] = {}
+    rows: dict[str, list[ReplacedRow]] = {}
+    for entry in sorted(entries, key=lambda e: e.tied is not None):  # those that lead come first
         site = sites[entry.name]
         try:
-            fill = partial(_fill, moments=(moments or {}).get(entry.name), sweeps=sweeps, dry_run=dry_run)
-            module, described = _build(model, site, entry, fill if init == "project" else None, dry_run)
+            if site.looks_up and len(left := staying.get(id(site.weight), [])) > 1:
+                raise PlanError(
+                    f"its weight is also {', '.join(left)}: replace all of these and by one structure, or none"
+                )
+            if entry.tied is None:
+                fill = partial(_fill, moments=(moments or {}).get(entry.name), sweeps=sweeps, dry_run=dry_run)
+                built = _build(model, site, entry, fill if init == "project" else None, dry_run)
+            else:
+                if init == "project":
+                    _check_same(site, sites[entry.tied])
+                leader = made[entry.tied]
+                assert isinstance(leader, Structured)
+                built = _follow(model, site, entry, leader, rows[entry.tied][0])
         except ButtressError as error:
             raise PlanError(f"{entry.name or '(model)'}: {error}; the model is unchanged") from error
-        made.append((site, module))
-        rows += described
-    report = Report(tuple(rows), _count(model), _count_after(model, made))
+        made[entry.name], rows[entry.name] = built
+    news = [(sites[e.name], made[e.name]) for e in entries]
+    report = Report(tuple(row for e in entries for row in rows[e.name]), _count(model), _count_after(model, news))
     if not dry_run:
-        _swap(model, made)
+        _swap(model, news, staying, {e.name for e in entries if e.tied is not None})
     return report
 
 
 def densify_(model: nn.Module) -> nn.Module:
     """Turn every structured layer back into the dense kind that it replaced, in place.
 
-    That is nn.Linear, transformers' Conv1D, or nn.MultiheadAttention for all of its projections.
+    That is nn.Linear, transformers' Conv1D, nn.Embedding, or nn.MultiheadAttention for all of its projections. Modules
+    that share their factors share one weight again.
     """
-    if isinstance(model, SplitLinear | StructuredLinear | ProjectedAttention):
+    ours = (SplitLinear, Structured, ProjectedAttention)
+    if isinstance(model, ours):
         raise PlanError("the model is itself one structured layer, which cannot be turned in place: use to_dense()")
     refuse_wrapped(model)
-    ours = (SplitLinear, StructuredLinear, ProjectedAttention)
     if any(isinstance(m, ours) for m in model.modules() if id(m) in compiled_alone(model)):
         raise PlanError("a structured layer was compiled by itself, and the compiled code keeps it: compile afterwards")
     encoders = _encoders(model)
+    tied = ties.leaders(model)
+    dense: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in list(unique(model)):
         if name.startswith(inside):
@@ -217,15 +250,22 @@ def densify_(model: nn.Module) -> nn.Module:
         if isinstance(module, ProjectedAttention):
             inside += (f"{name}.",)
             put(model, name, module.packed({p: _dense(getattr(module, p)) for p in PROJECTIONS}))
-        elif isinstance(module, SplitLinear | StructuredLinear):
+        elif isinstance(module, SplitLinear | Structured):
             inside += (f"{name}.",)
-            put(model, name, _as_it_was(module))
+            dense[name] = _as_it_was(module)
+            put(model, name, dense[name])
+    for name, leader in tied.items():
+        if name in dense and leader in dense and is_conv1d(dense[name]) == is_conv1d(dense[leader]):
+            dense[name].weight = dense[leader].weight
+    ties.declare(model)
     _fused(encoders, allowed=True)
     return model
 
 
 def _as_it_was(module: nn.Module) -> nn.Module:
     """The dense layer of the kind that stood there."""
+    if isinstance(module, StructuredEmbedding):
+        return _table(module)
     linear = _dense(module)
     if (kind := getattr(module, "stands_for", None)) is None:
         return linear
@@ -234,6 +274,13 @@ def _as_it_was(module: nn.Module) -> nn.Module:
     transposed.weight = nn.Parameter(linear.weight.detach().T.contiguous(), linear.weight.requires_grad)
     transposed.bias = linear.bias
     return transposed.train(module.training)
+
+
+def _table(module: StructuredEmbedding) -> nn.Embedding:
+    trainable = next(iter(module.factors.values())).requires_grad
+    table = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
+    table.weight = nn.Parameter(module.to_dense().detach().contiguous(), trainable)
+    return table.train(module.training)
 
 
 def _dense(module: nn.Module) -> nn.Linear:
@@ -262,7 +309,8 @@ def _entries(
 ) -> list[PlanEntry]:
     if not sites:
         raise PlanError("nothing to replace: the model has no linear layer")
-    splits, idle = first_match(split, sites)
+    linear = {name: site for name, site in sites.items() if not site.looks_up}
+    splits, idle = first_match(split, linear)
     for glob, why in idle.items():
         raise PlanError(f"split: no linear layer matches {glob!r}; {why}")
     if isinstance(plan, Plan):
@@ -272,7 +320,7 @@ def _entries(
         return list(plan.entries)
     if isinstance(plan, Structure):
         head = _head(model)
-        chosen: dict[str, Structure | None] = {n: plan for n, site in sites.items() if id(site.owner) not in head}
+        chosen: dict[str, Structure | None] = {n: plan for n, site in linear.items() if id(site.owner) not in head}
     elif isinstance(plan, Mapping):
         chosen = _choose(model, plan, sites)
     else:
@@ -291,7 +339,21 @@ def _entries(
     for name in splits:
         if name not in replaced:
             raise PlanError(f"split: {name} is not replaced by the plan, so it cannot be split")
-    return entries
+    return _with_ties(entries, sites)
+
+
+def _with_ties(entries: list[PlanEntry], sites: Mapping[str, Site]) -> list[PlanEntry]:
+    """Entries for layers that share an embedding's weight follow it, if they are to be of the same structure."""
+    tables = {e.name: id(sites[e.name].weight) for e in entries if sites[e.name].looks_up}
+    keys = {
+        e.name: (id(site.weight), e.structure)
+        for e in entries
+        # Where the weight is transposed, or belongs to one part among several, the factors are others.
+        if (site := sites[e.name]).weight is not None and id(site.weight) in tables.values()
+        if not is_conv1d(site.owner) and e.split is None
+    }
+    tied = ties.followers(keys, (name for name in tables if name in keys))
+    return [replace(e, tied=tied.get(e.name)) for e in entries]
 
 
 def chosen_layers(model: nn.Module, layers: Mapping[str, bool] | None) -> dict[str, Site]:
@@ -314,6 +376,12 @@ def _check_saved(plan: Plan, sites: Mapping[str, Site]) -> None:
             raise PlanError(f"the plan names a layer that the model does not have: {name!r}; {near}")
     if len(set(names)) < len(names):
         raise PlanError("the plan names a layer twice")
+    leading = {e.name: e for e in plan.entries if e.tied is None and e.split is None}
+    for e in plan.entries:
+        if e.tied is not None and (e.split is not None or e.tied not in leading):
+            raise PlanError(
+                f"the plan ties {e.name!r} to {e.tied!r}: both must be whole layers of it, the second not tied itself"
+            )
     if not names:
         raise PlanError("nothing to replace: the plan is empty")
 
@@ -327,11 +395,17 @@ def _choose(
             raise PlanError(
                 f"the plan gives {glob!r} the value {value!r}: a Structure or None is needed; parse() reads texts"
             )
-    chosen, idle = first_match(plan, sites)
+    tables = [name for name, site in sites.items() if site.looks_up]
+    chosen, idle = first_match(plan, sites, by_name=tables)
     for glob, why in idle.items():
-        taken = [n for n, m in modules(model) if isinstance(m, StructuredLinear)]
+        taken = [n for n, m in modules(model) if isinstance(m, Structured)]
         again, _ = first_match({glob: None}, taken)
-        reason = f"{next(iter(again))} is structured already" if again else why
+        near, _ = first_match({glob: None}, tables)
+        reason = why
+        if again:
+            reason = f"{next(iter(again))} is structured already"
+        elif name := next((name for name in near if name not in chosen), None):
+            reason = f"{name} is an embedding, which is replaced only by name: write {name!r} or '*.{last_part(name)}'"
         raise PlanError(f"no linear layer matches {glob!r}: {reason}")
     return chosen
 
@@ -376,18 +450,13 @@ def _build(
     model: nn.Module,
     site: Site,
     entry: PlanEntry,
-    fill: Callable[[StructuredLinear, Tensor], Errors] | None,
+    fill: Callable[[Structured, Tensor], Errors] | None,
     dry_run: bool,
 ) -> tuple[nn.Module, list[ReplacedRow]]:
-    if site.owner in (model, model._modules.get("_orig_mod")):
-        raise PlanError(
-            "the model is itself one layer, which cannot be replaced in place: use StructuredLinear.from_dense, "
-            "or wrap it in nn.Sequential"
-        )
-    if site.odd:
-        raise PlanError(site.odd)
-    linear = site.read()
+    linear = _read(model, site)
     sizes = entry.split or (linear.out_features,)
+    if site.looks_up and len(sizes) > 1:
+        raise PlanError("the plan splits it, which is for fused linear layers and not for embeddings")
     if sum(sizes) != linear.out_features:
         raise PlanError(f"the plan splits it into {sizes}, but it has {linear.out_features} outputs")
     if entry.zero_init is not None and len(entry.zero_init) != len(sizes):
@@ -402,42 +471,79 @@ def _build(
     parts: list[nn.Module] = []
     rows = []
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        blank = not weight.is_meta and not bool(weight.any())
-        layer = StructuredLinear(
-            weight.shape[1],
-            weight.shape[0],
-            entry.structure,
-            bias=False,
-            # What is projected starts where the weight is, whatever a plan remembers of an earlier start.
-            zero_init=blank if entry.zero_init is None or fill else entry.zero_init[i],
-            normalize=entry.normalize,
-            device="meta" if dry_run else weight.device,
-            dtype=weight.dtype,
-        )
+        # What is projected starts where the weight is, whatever a plan remembers of an earlier start.
+        remembers = entry if fill is None else replace(entry, zero_init=None, std=None)
+        layer = _blank(site, remembers, i, weight, "meta" if dry_run else weight.device)
         errors = fill(layer, weight) if fill else (None, None)
         for part in (layer.factors, layer.gains):
             part.requires_grad_(linear.weight.requires_grad)
-        layer.bias = bias
+        if isinstance(layer, StructuredLinear):
+            layer.bias = bias
         name = entry.name if len(sizes) == 1 else f"{entry.name}[{i}]"
         rows.append(_row(name, site.kind, layer, *errors))
         parts.append(layer.train(linear.training))
     module = parts[0] if len(sizes) == 1 else SplitLinear(parts).train(linear.training)
+    return _standing_for(site, module), rows
+
+
+def _follow(
+    model: nn.Module, site: Site, entry: PlanEntry, leader: Structured, row: ReplacedRow
+) -> tuple[nn.Module, list[ReplacedRow]]:
+    """A module with the very factors of another."""
+    linear = _read(model, site)
+    layer = _blank(site, entry, 0, linear.weight, "meta")
+    layer.tie_(leader)
+    if isinstance(layer, StructuredLinear):
+        layer.bias = linear.bias
+    elif isinstance(layer, StructuredEmbedding) and isinstance(leader, StructuredEmbedding):
+        layer.std = leader.std
+    module = _standing_for(site, layer.train(linear.training))
+    return module, [_row(entry.name, site.kind, layer, row.projection_error, None)]
+
+
+def _read(model: nn.Module, site: Site) -> nn.Linear:
+    if site.owner in (model, model._modules.get("_orig_mod")):
+        kind = StructuredEmbedding if site.looks_up else StructuredLinear
+        raise PlanError(
+            f"the model is itself one layer, which cannot be replaced in place: use {kind.__name__}.from_dense, "
+            "or wrap it in nn.Sequential"
+        )
+    if site.odd:
+        raise PlanError(site.odd)
+    return site.read()
+
+
+def _blank(site: Site, entry: PlanEntry, part: int, weight: Tensor, device: torch.device | str) -> Structured:
+    """A fresh module for one part of a layer, starting as the plan remembers, else as the dense weight says."""
+    (rows, width), known = weight.shape, not weight.is_meta
+    where: dict[str, Any] = {"normalize": entry.normalize, "device": device, "dtype": weight.dtype}
+    if isinstance(site.owner, nn.Embedding):
+        std = entry.std if entry.std is not None else rms(weight) if known else 1.0
+        return StructuredEmbedding(rows, width, entry.structure, site.owner.padding_idx, std=std, **where)
+    zero = entry.zero_init[part] if entry.zero_init is not None else known and not bool(weight.any())
+    return StructuredLinear(width, rows, entry.structure, bias=False, zero_init=zero, **where)
+
+
+def _standing_for(site: Site, module: nn.Module) -> nn.Module:
+    """A module that knows what to become when it is made dense again."""
     if is_conv1d(site.owner):
         module.stands_for = type(site.owner)  # type: ignore[assignment]
-    return module, rows
+    return module
 
 
-def _row(name: str, kind: str, layer: StructuredLinear, error: float | None, output_error: float | None) -> ReplacedRow:
+def _row(name: str, kind: str, layer: Structured, error: float | None, output_error: float | None) -> ReplacedRow:
     pad_in, pad_out = layer.chain.padding
-    dense = layer.in_features * layer.out_features
+    dense = layer.chain.d_in * layer.chain.d_out
+    before, after = (0, layer.macs) if isinstance(layer, StructuredEmbedding) else (dense, layer.chain.macs)
+    bias = layer.bias if isinstance(layer, StructuredLinear) else None
     return ReplacedRow(
         name=name,
         kind=kind,
         structure=str(layer.structure),
-        params_before=dense + (0 if layer.bias is None else layer.bias.numel()),
+        params_before=dense + (0 if bias is None else bias.numel()),
         params_after=_count(layer),
-        macs_before=dense,
-        macs_after=layer.chain.macs,
+        macs_before=before,
+        macs_after=after,
         padding=f"in +{pad_in}, out +{pad_out}" if pad_in or pad_out else "",
         zero_start=layer.zero_init,
         projection_error=error,
@@ -445,9 +551,17 @@ def _row(name: str, kind: str, layer: StructuredLinear, error: float | None, out
     )
 
 
-def _fill(
-    layer: StructuredLinear, weight: Tensor, *, moments: Tensor | None, sweeps: int | None, dry_run: bool
-) -> Errors:
+def _check_same(site: Site, leader: Site) -> None:
+    """Layers that are to share one weight must do so already, or one of the two would be lost."""
+    mine, theirs = site.read().weight, leader.read().weight
+    if mine is not theirs and not torch.equal(mine, theirs):
+        raise PlanError(
+            f"the plan ties it to {leader.name}, but their weights differ here: tie them before, or take an entry "
+            "that is not tied"
+        )
+
+
+def _fill(layer: Structured, weight: Tensor, *, moments: Tensor | None, sweeps: int | None, dry_run: bool) -> Errors:
     """Give a layer the factors nearest to a weight; returns the relative errors of the weight and of outputs."""
     if weight.is_meta:
         raise PlanError("init='project' needs the weights, but the model is on the meta device")
@@ -478,41 +592,55 @@ def _count_after(model: nn.Module, made: list[tuple[Site, nn.Module]]) -> int:
     return total
 
 
-def _swap(model: nn.Module, made: list[tuple[Site, nn.Module]]) -> None:
-    untied = _warn_of_ties(model, [site for site, _ in made])
+def _swap(
+    model: nn.Module, made: list[tuple[Site, nn.Module]], staying: Mapping[int, list[str]], tied: set[str]
+) -> None:
+    untied = _warn_of_ties([site for site, _ in made], staying, tied)
     for site, _ in made:
         if site.owner._forward_hooks or site.owner._forward_pre_hooks:
             log.warning("%s had forward hooks: they went with the dense layer", site.name)
     for site, module in made:
         site.put(module)
-    config = getattr(model, "config", None)
-    if untied and config is not None and getattr(config, "tie_word_embeddings", False):
+    ties.declare(model)
+    config: Any = getattr(model, "config", None)
+    if untied and getattr(config, "tie_word_embeddings", False) and not ties.declared(model):
         # Or transformers would try to tie them again on the next save or load.
         config.tie_word_embeddings = False
     _fused(_encoders(model), allowed=False)
 
 
-def _warn_of_ties(model: nn.Module, sites: list[Site]) -> bool:
-    """Say which layers shared a weight with something and will not from now on."""
-    going = {id(part) for site in sites for part in site.owner.modules()}
+def _staying(model: nn.Module, going: list[Site]) -> dict[int, list[str]]:
+    """Names of the parameters of everything that is not replaced, by id: one that is shared has several."""
+    gone = {id(part) for site in going for part in site.owner.modules()}
     holders: dict[int, list[str]] = {}
     for name, module in unique(model):
-        if id(module) not in going:
+        if id(module) not in gone:
             for key, parameter in module.named_parameters(recurse=False):
                 holders.setdefault(id(parameter), []).append(f"{name}.{key}")
+    return holders
+
+
+def _warn_of_ties(sites: list[Site], staying: Mapping[int, list[str]], tied: set[str]) -> bool:
+    """Say which layers shared a weight with something and will not from now on; whether one has left an embedding.
+
+    Those in `tied` still share theirs.
+    """
     together: dict[int, dict[int, str]] = {}
+    looked_up = {id(site.weight) for site in sites if site.looks_up}
     untied = False
     for site in sites:
-        if stays := holders.get(id(site.weight)):
+        if stays := staying.get(id(site.weight)):
             untied = True
             log.warning(
                 "%s shared its weight with %s: it has its own now, and the dense one stays there",
                 site.name,
                 ", ".join(stays),
             )
-        together.setdefault(id(site.weight), {})[id(site.owner)] = site.name
-    for names in together.values():
+        if site.name not in tied:
+            together.setdefault(id(site.weight), {})[id(site.owner)] = site.name
+    for weight, names in together.items():
         if len(names) > 1:
+            untied |= weight in looked_up
             log.warning("%s shared one weight: each has its own now", ", ".join(names.values()))
     return untied
 

@@ -1,7 +1,8 @@
-"""`apply` is the only door to a chain's arithmetic; behind it stand interchangeable implementations.
+"""Two doors to a chain's arithmetic: `apply` multiplies by its matrix, `rows` looks rows of it up.
 
-`reference` is the meaning (one einsum), `bmm` runs everywhere, `triton` is the fused kernels, chosen by
-themselves where they were measured to be faster. All give the same answer or refuse.
+Behind `apply` stand interchangeable implementations. `reference` is the meaning (one einsum), `bmm` runs
+everywhere, `triton` is the fused kernels, chosen by themselves where they were measured to be faster. All give the
+same answer or refuse.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ from buttress.chain import Chain
 from buttress.errors import ButtressError, ShapeError
 from buttress.ops import bmm, flops, fused, reference
 from buttress.ops.fused import graphed
+from buttress.ops.layout import autocast_dtype
+from buttress.ops.rows import macs as row_macs
+from buttress.ops.rows import prepare as prepare_rows
+from buttress.ops.rows import rows
 
 flops.register_if_cheap()
 
 Impl = Literal["reference", "bmm", "triton"]
 IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply, "triton": fused.apply}
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "graphed", "prepare"]
+__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "graphed", "prepare", "row_macs", "rows"]
 
 
 def prepare(chain: Chain) -> None:
     """Work out a chain's layouts now, so that a compiler that traces `apply` finds them ready."""
     bmm.prepare(chain)
     fused.prepare(chain)
+    prepare_rows(chain)
     _ = chain.padding, chain.sizes
 
 
@@ -55,7 +61,7 @@ def apply(
         )
     if impl is not None and impl not in IMPLEMENTATIONS:
         raise ButtressError(f"unknown implementation {impl!r}: there are {', '.join(IMPLEMENTATIONS)}")
-    if (dtype := _autocast_dtype(x)) is not None:
+    if (dtype := autocast_dtype(x)) is not None:
         x = x.to(dtype)
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
@@ -65,18 +71,10 @@ def apply(
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would turn x into, where it is on; as in torch, float64 is left alone."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
 def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:
     """The (d_out, d_in) matrix: the chain applied to the identity, in the factors' own precision."""
     eye = torch.eye(chain.d_in, dtype=factors[0].dtype, device=factors[0].device)
-    if _autocast_dtype(eye) is None:
+    if autocast_dtype(eye) is None:
         return apply(chain, eye, factors, impl=impl).mT
     with torch.autocast(eye.device.type, enabled=False):
         return apply(chain, eye, factors, impl=impl).mT

@@ -51,3 +51,11 @@ def read_window(chain: Chain, z: Tensor) -> tuple[Tensor, Axes]:
     after = size - 1 - before
     ring = torch.cat((z.narrow(at, length - before, before), z, z.narrow(at, 0, after)), dim=at)
     return ring.unfold(at, size, 1), (*chain.x, w)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast would turn x into, where it is on; as in torch, float64 is left alone."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
