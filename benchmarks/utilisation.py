@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from buttress.lab.config import Run
 from buttress.lab.data import load
 from buttress.lab.recipes.cifar import MLP, VIT
-from buttress.lab.train import Trainer, _side_stream
+from buttress.lab.trainer import Trainer, side_stream
 
 PEAK = 377e12
 """Of one H200 in tf32, FLOP/s: half of what bf16 products reach."""
@@ -52,7 +52,7 @@ def busy(events: Any) -> tuple[float, int]:
 def measure(run: Run, data: Path, compiled: bool) -> dict[str, object]:
     device = torch.device("cuda")
     trainer = Trainer(run, load(run.task, device, data), device, compiled=compiled)
-    with _side_stream(device):
+    with side_stream(device):
         trainer.advance(WARM)
         took = []
         for _ in range(WINDOWS):

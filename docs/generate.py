@@ -291,6 +291,26 @@ def utilisation_table() -> str:
     return table("model | structure | width | ms a step | GPU at work | kernels | products alone at peak, ms", rows)
 
 
+def language_table() -> str:
+    rows = []
+    for r in sorted(runs("gpt2-wiki"), key=lambda r: (r.run.structure, r.macs)):
+        each = r.macs / r.run.context, (r.macs - r.results["head_macs"]) / r.run.context
+        costs = (f"{r.params / 1e6:.0f} M", *(f"{macs / 1e6:.1f} M" for macs in each))
+        loss = f"{r.results['train_loss']:.3f}", f"{r.results['test_loss']:.3f}"
+        pace = (
+            f"{r.results['seconds']:.0f}",
+            f"{r.results['step_ms']:.0f}",
+            f"{r.results['tokens_per_second'] / 1e3:.0f} k",
+        )
+        used = f"{100 * r.results['mfu']:.1f} %", f"{r.results['peak_gib']:.1f}"
+        rows.append((r.run.structure or "dense", f"{r.run.width}", *costs, *loss, *pace, *used))
+    return table(
+        "structure | width | parameters | MACs a token | without the head's | train loss | validation loss | seconds | "
+        "ms a step | tokens/s | MFU | peak, GiB",
+        rows,
+    )
+
+
 def exponents_table() -> str:
     rows = []
     lines = figures.points(runs("mlp-scaling"))
@@ -354,6 +374,7 @@ FIGURES = {
     "cifar_updates.png": lambda: figures.feature_updates(runs("feature-updates"), published.FEATURE_UPDATES),
     "cifar_rates.png": lambda: figures.landscape(runs("learning-rates"), published=published.LANDSCAPE),
     "cifar_time.png": lambda: figures.runtime(runs("mlp-scaling")),
+    "language.png": lambda: figures.language(runs("gpt2-wiki")),
 }
 
 TABLES = {
@@ -366,6 +387,7 @@ TABLES = {
         "features": features_table,
         "rates": rates_table,
     },
+    "docs/language.md": {"language": language_table},
     "docs/speed.md": {"layers": layers_table, "goals": goals_table, "decode": decode_table, "gpt2": gpt2_table},
     "README.md": {"speed": short_table},
 }

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import buttress as bt
+from buttress.lab import checkpoints
 from buttress.lab.build import groups_of, model_of
 from buttress.lab.config import ConfigError, Run, with_fields
 from buttress.lab.data import DataError, load
@@ -29,7 +30,8 @@ from buttress.lab.logs import Lines, TensorBoard
 from buttress.lab.recipes import find, recipes
 from buttress.lab.records import Record, Store, write_records
 from buttress.lab.sweep import News, sweep
-from buttress.lab.train import Diverged, Progress, Trainer, _schedule, train
+from buttress.lab.train import Progress, train
+from buttress.lab.trainer import Diverged, Trainer, _schedule
 
 SMALL = Run(task="digits", width=16, depth=1, lr=1e-2, batch=64, steps=250)
 PACKED = Path(os.environ.get("BUTTRESS_DATA", "/nonexistent"))
@@ -51,7 +53,7 @@ class TestRun:
         ("settings", "match"),
         [
             (["widht=3"], "did you mean 'width'"),
-            (["zzz=3"], "there are aware, base_width"),
+            (["zzz=3"], "there are accumulate, aware, base_width"),
             (["width"], "name=value"),
             (["width=many"], "width takes a number"),
             (["width=1.5"], "width must be an integer"),
@@ -307,7 +309,7 @@ class TestTraining:
         store = Store(tmp_path)
         run = replace(SMALL, steps=20)
         first = train(run, store=store, device="cpu")
-        assert not (store.place(run) / "checkpoint.pt").exists()
+        assert checkpoints.latest(store.place(run)) is None
         assert train(run, store=store, device="cpu") == first == next(iter(store))
 
     def test_blame_looks_at_the_batch_that_is_trained_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,14 +330,15 @@ class TestTraining:
             trainer.advance(start + 1)
             assert torch.equal(seen[0], seen[1])
 
-    def test_resuming_in_the_same_process_is_bit_identical(self) -> None:
+    def test_resuming_in_the_same_process_is_bit_identical(self, tmp_path: Path) -> None:
         run = replace(SMALL, steps=150, mixup=0.8, structure="btt", probe=True)
         whole = Trainer(run, load("digits"), torch.device("cpu"))
         whole.advance(150)
         first = Trainer(run, load("digits"), torch.device("cpu"))
         first.advance(70)
         second = Trainer(run, load("digits"), torch.device("cpu"))
-        second.restore(first.state())
+        first.save(tmp_path)
+        second.resume(tmp_path)
         second.advance(150)
         assert torch.equal(whole.losses, second.losses)
         assert torch.equal(whole.changes, second.changes)
@@ -356,9 +359,8 @@ class TestTraining:
         whole, broken = Store(tmp_path / "whole"), Store(tmp_path / "broken")
         subprocess.run([*command, str(whole.folder)], check=True, timeout=120)
         victim = subprocess.Popen([*command, str(broken.folder)])
-        path = broken.place(run) / "checkpoint.pt"
         deadline = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < deadline and victim.poll() is None:
+        while checkpoints.latest(broken.place(run)) is None and time.monotonic() < deadline and victim.poll() is None:
             time.sleep(0.005)
         victim.send_signal(signal.SIGKILL)
         assert victim.wait() == -signal.SIGKILL, "it was over before it could be killed"
@@ -383,15 +385,15 @@ class TestTraining:
     def test_a_checkpoint_of_another_run_is_refused(self, tmp_path: Path) -> None:
         store, run = Store(tmp_path), replace(SMALL, steps=20)
         other = Trainer(replace(run, seed=5), load("digits"), torch.device("cpu"))
-        store.place(run).mkdir(parents=True)
-        torch.save(other.state() | {"seconds": 0.0}, store.place(run) / "checkpoint.pt")
+        other.save(store.place(run))
         with pytest.raises(bt.ButtressError, match="belongs to another run"):
             train(run, store=store, device="cpu")
 
-    def test_a_run_stays_on_its_kind_of_device(self) -> None:
+    def test_a_run_stays_on_its_kind_of_device(self, tmp_path: Path) -> None:
         trainer = Trainer(SMALL, load("digits"), torch.device("cpu"))
+        trainer.save(tmp_path, device="cuda")
         with pytest.raises(bt.ButtressError, match="begun on cuda and cannot go on on cpu"):
-            trainer.restore(trainer.state() | {"device": "cuda"})
+            trainer.resume(tmp_path)
         with pytest.raises(ConfigError, match="no device"):
             train(SMALL, device="abacus")
 
@@ -402,10 +404,12 @@ class TestTraining:
             with pytest.raises(bt.ButtressError, match="another process is training this run"):
                 train(SMALL, store=store, device="cpu")
 
-    def test_a_broken_checkpoint_says_what_to_do(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("part", ["run.json", "*.safetensors"])
+    @pytest.mark.parametrize("damage", [b"", b"nonsense", b"\x80\x04N."])
+    def test_a_broken_checkpoint_says_what_to_do(self, tmp_path: Path, part: str, damage: bytes) -> None:
         store = Store(tmp_path)
-        store.place(SMALL).mkdir(parents=True)
-        (store.place(SMALL) / "checkpoint.pt").write_bytes(b"nonsense")
+        Trainer(SMALL, load("digits"), torch.device("cpu")).save(store.place(SMALL))
+        next(store.place(SMALL).glob(f"checkpoint-*/{part}")).write_bytes(damage)
         with pytest.raises(bt.ButtressError, match="remove it to begin this run anew"):
             train(SMALL, store=store, device="cpu")
 
@@ -554,18 +558,36 @@ class TestImagesInFolders:
         assert torch.cat([y for _, y in batches]).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
         assert batches[0][0].shape == (4, 3, 224, 224)
 
-    def test_training_resumes_in_the_middle_of_an_epoch_to_the_same_bits(self, pictures: Path) -> None:
+    def test_training_resumes_in_the_middle_of_an_epoch_to_the_same_bits(self, pictures: Path, tmp_path: Path) -> None:
         device = torch.device("cpu")
         whole = Trainer(self.RUN, load("imagenet", folder=pictures), device)
         whole.advance(6)  # three epochs of two batches
         first = Trainer(self.RUN, load("imagenet", folder=pictures), device)
         first.advance(3)
         second = Trainer(self.RUN, load("imagenet", folder=pictures), device)
-        second.restore(first.state())
+        first.save(tmp_path)
+        second.resume(tmp_path)
         second.advance(6)
         assert torch.equal(whole.losses, second.losses)
         assert whole.losses.isfinite().all()
         assert len(set(whole.losses.tolist())) > 3
+
+    def test_two_processes_train_on_the_images_of_one(self, pictures: Path, tmp_path: Path) -> None:
+        fields = [f"{name}={value}" for name, value in json.loads(self.RUN.to_json()).items()]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node=2"]
+        command = [sys.executable, *launch, "-m", "buttress", "train", *fields, "--runs", str(tmp_path), "--data"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        # torchvision may not load outside of these tests, whose conftest sees to it.
+        env["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent / "beside_cpu_torch"), *sys.path))
+        done = subprocess.run(
+            [*command, str(pictures)], env=env, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        record, alone = Store(tmp_path).get(self.RUN), train(self.RUN, device="cpu", data=pictures)
+        assert record is not None
+        assert record.made_on["processes"] == "2, ddp"
+        assert [loss for _, loss, _ in record.curve] == pytest.approx([loss for _, loss, _ in alone.curve], rel=1e-3)
+        assert record.results["test_loss"] == pytest.approx(alone.results["test_loss"], rel=1e-3)
 
     def test_an_image_is_augmented_by_its_seed_alone(self, pictures: Path) -> None:
         task = load("imagenet", folder=pictures)
@@ -583,11 +605,9 @@ class TestImagesInFolders:
 
     def test_a_nan_is_traced_to_its_layer(self, pictures: Path) -> None:
         trainer = Trainer(self.RUN, load("imagenet", folder=pictures), torch.device("cpu"))
-        before = trainer.state()
         with torch.no_grad():
             trainer.model.get_submodule("blocks.1.up").weight.fill_(float("nan"))
-        before["model"] = trainer.model.state_dict()
-        assert "blocks.1.up" in str(trainer.blame(before))
+        assert "blocks.1.up" in str(trainer.blame(trainer.copied()))
 
     def test_what_is_missing_is_told(self, tmp_path: Path, pictures: Path) -> None:
         with pytest.raises(DataError, match=r"needs the folders train and val.*--data"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from buttress import Structure, param_groups, parse, replace_
 from buttress.lab.config import ConfigError, Layers, Run, nearest
 from buttress.lab.data import Task
-from buttress.lab.models import MLP, ViT
+from buttress.lab.models import GPT, MLP, ViT, start_
 
 Build = Callable[[Run, int, tuple[int, ...], int], nn.Module]
 
@@ -30,7 +31,13 @@ def _vit(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Modul
     return ViT(image, patch, width, classes, depth=run.depth, heads=run.heads, channels=channels)
 
 
-MODELS: dict[str, Build] = {"mlp": _mlp, "vit": _vit}
+def _gpt(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Module:
+    if len(shape) != 1:
+        raise ConfigError(f"a GPT reads text, but these inputs have the shape {shape}: use model=mlp or model=vit")
+    return GPT(classes, shape[0], width, depth=run.depth, heads=run.heads, head_width=run.head_width)
+
+
+MODELS: dict[str, Build] = {"gpt": _gpt, "mlp": _mlp, "vit": _vit}
 """How to build a model of some width. The input layer of each is called `input`, the last one `head`."""
 
 
@@ -49,6 +56,8 @@ def plan_of(layers: Layers, structure: Structure) -> Structure | dict[str, Struc
     match layers:
         case "all":
             return structure
+        case "every":
+            return {"*": structure}
         case "hidden":
             return {"input": None, "head": None, "*": structure}
         case "ffn":
@@ -59,20 +68,34 @@ def _plain(run: Run, width: int, task: Task) -> nn.Module:
     if run.model not in MODELS:
         raise ConfigError(f"no model is called {run.model!r}{nearest(run.model, MODELS)}")
     model = MODELS[run.model](run, width, task.shape, task.classes)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            if module.weight.any():  # a zero start stays one
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+    start_(model)
     return model
 
 
 def groups_of(run: Run, model: nn.Module, task: Task) -> list[dict[str, Any]]:
     """Parameter groups with the run's learning rates, transferred from its base width."""
-    base = _plain(run, run.base_width, task)
+    # Where heads have a width of their own, those of the base fill its width: fewer is a choice of the run's.
+    heads = run.base_width // run.head_width if run.head_width else run.heads
+    with torch.device("meta"):
+        base = _plain(replace(run, heads=heads), run.base_width, task)
     scale = {"input.*": run.input_scale} if run.input_scale != 1 else None
     rule = "sgd" if run.optimizer == "sgd" else "adam"
     return param_groups(
         model, run.lr, base=base, weight_decay=run.weight_decay, rule=rule, scale=scale, structure_aware=run.aware
     )
+
+
+DEEP = 12
+"""Blocks from which on they are compiled one by one: one stands for all that are like it."""
+
+
+def compiled_(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What to call in place of `forward`, compiled; a deep model's blocks are compiled in place, and a GPT's loss."""
+    blocks = list(model.get_submodule("blocks").children())
+    if isinstance(model, GPT):
+        model.score = torch.compile(model.score)
+    elif len(blocks) < DEEP:
+        return torch.compile(forward)
+    for block in blocks:
+        block.compile()
+    return forward

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,17 +14,25 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import Progress as Bars
 from rich.table import Table
 
 import buttress as bt
-from buttress.lab.config import ConfigError, Run, with_fields
+from buttress.lab.config import ConfigError, Run, nearest, with_fields
 from buttress.lab.data import load
 from buttress.lab.logs import Lines, Log, Several, TensorBoard, WeightsAndBiases
 from buttress.lab.recipes import find, recipes
 from buttress.lab.records import Record, Store, read_records, write_records
-from buttress.lab.sweep import News
+from buttress.lab.sweep import Engine, Local, News
 from buttress.lab.sweep import sweep as run_sweep
 from buttress.lab.train import Progress, device_of
 from buttress.lab.train import train as run_train
@@ -139,32 +149,39 @@ def train(
     data: Data = None,
     device: Device = None,
     compiled: Compiled = False,
+    parallel: Annotated[str, typer.Option(help="Under torchrun: ddp, or fsdp to share out each weight.")] = "ddp",
+    checkpoint_seconds: Annotated[float, typer.Option(min=0, help="Time between checkpoints.")] = 30.0,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard logs beside the run.")] = False,
     wandb: Annotated[str | None, typer.Option(help="Project of Weights & Biases to log to.")] = None,
     as_json: Json = False,
 ) -> None:
     """Train one run, or go on with it where it was.
 
-    Example: `buttress train task=digits structure="btt(rank=2)" width=64 steps=500`
+    Example: `buttress train task=digits structure="btt(rank=2)" width=64 steps=500`; with several processes
+    `torchrun --nproc-per-node 8 --max-restarts 3 -m buttress train --parallel fsdp task=text model=gpt ...`
     """
     run = with_fields(Run(), settings or [])
     store = Store(runs)
+    first = os.environ.get("RANK", "0") == "0"
     logs: list[Log] = [Lines(store.place(run) / "log.jsonl")]
-    if tensorboard:
+    if tensorboard and first:
         logs.append(TensorBoard(store.place(run) / "tensorboard"))
-    if wandb:
+    if wandb and first:
         logs.append(WeightsAndBiases(wandb, run.key, json.loads(run.to_json())))
-    with _bars() as bars:
-        bar = bars.add_task(escape(_name(run)), total=run.steps, note="")
+    with _bars() if first else nullcontext() as bars:
+        bar = bars.add_task(escape(_name(run)), total=run.steps, note="") if bars else None
 
         def watch(progress: Progress) -> None:
-            _show(bars, bar, progress)
+            if bars is not None and bar is not None:
+                _show(bars, bar, progress)
 
         record = run_train(
-            run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=Several(*logs)
-        )
-    _results([record], as_json)
-    console.print(f"kept in {store.place(run)}", highlight=False)
+            run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=Several(*logs),
+            checkpoint_seconds=checkpoint_seconds, way=parallel,
+        )  # fmt: skip
+    if first:
+        _results([record], as_json)
+        console.print(f"kept in {store.place(run)}", highlight=False)
 
 
 @app.command()
@@ -174,15 +191,27 @@ def sweep(
     runs: Runs = Path("runs"),
     data: Data = None,
     device: Device = None,
-    workers: Annotated[int, typer.Option(min=1, help="Runs at a time: several small ones share a GPU well.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time, 1 by default: several small ones share a GPU well.")
+    ] = None,
+    on: Annotated[str, typer.Option(help="What trains the runs: local processes, or ray on many machines.")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Of Ray's cluster; $RAY_ADDRESS otherwise, or a Ray of this machine alone.")
+    ] = None,
+    cpus_per_run: Annotated[float | None, typer.Option(help="With ray: CPUs of a run, 1 by default.")] = None,
+    gpus_per_run: Annotated[
+        float | None, typer.Option(help="With ray: the part of a GPU that a run gets, all of it by default.")
+    ] = None,
     compiled: Compiled = False,
     as_json: Json = False,
 ) -> None:
     """Train all runs of a recipe that have no record yet. The same command again goes on where it was.
 
-    Example: `buttress sweep digits --workers 2`, `buttress sweep mlp-scaling seed=1 --data ~/cifar`
+    Example: `buttress sweep digits --workers 2`, `buttress sweep mlp-scaling seed=1 --data ~/cifar`,
+    `buttress sweep mlp-scaling --on ray --address head:6379 --gpus-per-run 0.25`
     """
     wanted = [with_fields(run, settings or []) for run in find(recipe).runs()]
+    engine = _engine(on, workers, address, cpus_per_run, gpus_per_run)
     with _bars() as bars:
         whole = bars.add_task(f"[bold]{recipe}", total=len(wanted), note="")
         under_way: dict[str, TaskID] = {}
@@ -201,14 +230,52 @@ def sweep(
             else:
                 _show(bars, under_way[key], news.progress)
 
-        records = run_sweep(
-            wanted, Store(runs), workers=workers, device=device, data=data, compiled=compiled, listen=listen
-        )
+        records = run_sweep(wanted, Store(runs), on=engine, device=device, data=data, compiled=compiled, listen=listen)
     _results(records, as_json)
     failed = len(set(wanted)) - sum(record.status == "done" for record in records)
     if failed:
         console.print(f"{failed} of {len(wanted)} runs failed; the same command tries them again")
         raise typer.Exit(1)
+
+
+def _engine(on: str, workers: int | None, address: str | None, cpus: float | None, gpus: float | None) -> Engine:
+    """What trains the runs of a sweep, by its name and the options that it takes."""
+    given = {"--workers": workers, "--address": address, "--cpus-per-run": cpus, "--gpus-per-run": gpus}
+    takes = {"local": ("--workers",), "ray": ("--address", "--cpus-per-run", "--gpus-per-run")}
+    if on not in takes:
+        raise ConfigError(f"a sweep cannot run on {on!r}{nearest(on, takes)}")
+    for name, value in given.items():
+        if value is not None and name not in takes[on]:
+            raise ConfigError(f"{name} does not go with --on {on}, which takes {', '.join(takes[on])}")
+    if on == "local":
+        return Local(workers or 1)
+    from buttress.lab.ray import Ray
+
+    return Ray(address, 1.0 if cpus is None else cpus, gpus)
+
+
+@app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(help="Folder of one run of text: runs/<key>.")],
+    prompt: Annotated[str, typer.Option(help="What to go on from; nothing begins a new text.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest each time.")] = 0.8,
+    top: Annotated[int, typer.Option(min=1, help="Draw among this many likeliest.")] = 50,
+    seed: int = 0,
+    data: Data = None,
+    device: Device = None,
+) -> None:
+    """Let a trained language model write, or one that is still in training, from its last checkpoint.
+
+    Example: `buttress sample runs/0a1b2c3d4e5f6071 --prompt "The river" --data ~/tokens`
+    """
+    from buttress.lab.sample import sample as write
+
+    how = {"count": tokens, "temperature": temperature, "top": top, "seed": seed, "data": data, "device": device}
+    print(prompt, end="", flush=True)
+    for piece in write(folder, prompt, **how):  # type: ignore[arg-type]
+        print(piece, end="", flush=True)
+    print()
 
 
 @app.command("records")
@@ -341,6 +408,57 @@ def compress(
     console.print(f"kept in {out}, with the plan in buttress-plan.json", highlight=False)
 
 
+@app.command("tokens")
+def write_tokens(
+    texts: Annotated[
+        list[Path] | None, typer.Argument(metavar="TEXT", help="Text files, also .xz, .gz and .bz2.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to write.")] = None,
+    val: Annotated[str, typer.Option(help="A file of validation text, or the fraction of documents for it.")] = "0.005",
+    tokenizer: Annotated[str, typer.Option(help="gpt2, a folder with a tokenizer's files, or train:N.")] = "gpt2",
+    separator: Annotated[str, typer.Option(help="The line between two documents.")] = "<|endoftext|>",
+    dataset: Annotated[
+        str | None, typer.Option(help="A dataset on the Hugging Face hub, a folder of one, or files as json:PATH.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Verify the checksums of this folder of tokens instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn text into a folder of tokens to train on. Killed, the same command again goes on where it was.
+
+    Example: `buttress tokens train.txt.xz --val val.txt.xz --out data/wiki`,
+    `buttress tokens --dataset Skylion007/openwebtext --out data/openwebtext`, `buttress tokens --check data/wiki`
+    """
+    from buttress.lab.data import tokens
+
+    if check is not None:
+        if texts or dataset or out:
+            raise ConfigError("--check looks at a folder of tokens: give it that and nothing to write")
+        tokens.read(check, verify=True)
+        folder, said = check, "checksums are right in"
+    elif out is None:
+        raise ConfigError("give the folder to write as --out, or one to verify as --check")
+    else:
+        folder, said = out, "already done: these inputs are in" if (out / "tokens.json").is_file() else "kept in"
+        with _bars(DownloadColumn()) as bars:
+            bar = bars.add_task("reading", total=None, note="")
+
+            def tell(p: tokens.Progress) -> None:
+                left = "" if p.seconds_left is None else f"  {p.seconds_left:.0f} s left"
+                note = f"{p.tokens:,} tokens  {p.tokens_per_second:,.0f}/s{left}" if p.tokens else ""
+                bars.update(bar, description=p.what, completed=p.done, total=p.total, note=note)
+
+            tokens.write(
+                texts or [], out, dataset=dataset, val=val, tokenizer=tokenizer, separator=separator, tell=tell
+            )
+    console.print(f"{said} {folder}", highlight=False, markup=False)
+    facts = tokens.about(folder)
+    if as_json:
+        return _print(facts)
+    for split, found in facts["splits"].items():
+        print(f"{split}: {found['tokens']:,} tokens of {found['documents']:,} documents, {found['bytes']:,} bytes")
+    print(f"tokenizer {facts['tokenizer']['name']}: {facts['vocab']:,} tokens, in a model {facts['padded']:,}")
+
+
 @app.command()
 def check(
     structure: Annotated[str, typer.Argument(help="Such as btt.")] = "",
@@ -386,9 +504,10 @@ def check(
     Console().print(table)
 
 
-def _bars() -> Bars:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-    return Bars(*columns, TimeElapsedColumn(), console=console, transient=True)
+def _bars(amount: ProgressColumn | None = None) -> Bars:
+    what, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    columns = (what, BarColumn(), amount or MofNCompleteColumn(), note, TimeElapsedColumn())
+    return Bars(*columns, console=console, transient=True)
 
 
 def _show(bars: Bars, bar: TaskID, p: Progress) -> None:

@@ -24,12 +24,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(names)}"
 
 
-Layers = Literal["all", "hidden", "ffn"]
+Layers = Literal["all", "every", "hidden", "ffn"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["float32", "tf32", "bfloat16"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "layers": ("all", "hidden", "ffn"),
+    "layers": ("all", "every", "hidden", "ffn"),
     "schedule": ("cosine", "constant"),
     "precision": ("float32", "tf32", "bfloat16"),
     "optimizer": ("adam", "adamw", "sgd"),
@@ -41,16 +41,22 @@ class Run:
     """Everything that decides a result. Two runs with equal fields are the same run."""
 
     task: str = "digits"
+    corpus: str = ""
+    """Where the task is text: the folder of tokens, inside that of the data; empty, if it is that one itself."""
+    context: int = 512
+    """Tokens of a sequence, where the task is text."""
     model: str = "mlp"
     width: int = 64
     depth: int = 3
     heads: int = 8
     """Of attention, where the model has any."""
+    head_width: int = 0
+    """Of each head of a GPT; 0 shares the model's width among them."""
     bias: bool = True
     structure: str = ""
     """As `parse` reads it; empty leaves the model dense."""
     layers: Layers = "all"
-    """Which linear layers are structured: all but the head; the input layer neither; or those of the FFNs alone."""
+    """Which linear layers are structured: all but the head; every one; neither input nor head; those of the FFNs."""
     aware: bool = True
     """Structure-aware learning rates; off, every factor gets the dense layer's."""
     normalize: bool = False
@@ -64,7 +70,11 @@ class Run:
     schedule: Schedule = "cosine"
     warmup: int = 0
     """Steps in which the rate rises to the schedule's start."""
+    final: float = 0.0
+    """Part of the rate that a cosine ends at."""
     batch: int = 256
+    accumulate: int = 1
+    """Pieces that a batch is cut into, one after the other: less memory, the same step."""
     steps: int = 1000
     smoothing: float = 0.0
     """Label smoothing."""
@@ -77,6 +87,10 @@ class Run:
     precision: Precision = "float32"
     probe: bool = False
     """Measure by how much each step changes the last block's output."""
+    evaluate: int = 0
+    """Steps between looks at the test set; 0 looks at the end alone."""
+    trace: int = 0
+    """Steps between looks at the sizes of activations, factors, gains and gradients; 0 takes none."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,18 +104,21 @@ class Run:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in ("width", "depth", "heads", "batch", "steps", "base_width"):
+        for name in ("width", "depth", "heads", "batch", "steps", "base_width", "context", "accumulate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"lr must be above 0 and finite, got {self.lr}")
         bounds = (
             ("mixup", 0, 1e6), ("smoothing", 0, 1), ("weight_decay", 0, 1e6), ("seed", 0, 2**62),
-            ("warmup", 0, self.steps), ("clip", 0, 1e6), ("beta2", 0, 1),
+            ("warmup", 0, self.steps), ("clip", 0, 1e6), ("beta2", 0, 1), ("final", 0, 1),
+            ("head_width", 0, 2**20), ("evaluate", 0, 2**62), ("trace", 0, 2**62),
         )  # fmt: skip
         for name, low, high in bounds:
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{name} must lie between {low:g} and {high:g}, got {getattr(self, name)}")
+        if self.batch % self.accumulate:
+            raise ConfigError(f"a batch of {self.batch} does not divide into accumulate={self.accumulate} pieces")
         if self.structure:
             # One text for one structure, whatever way it was written.
             object.__setattr__(self, "structure", str(parse(self.structure)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import matplotlib
@@ -28,7 +28,9 @@ def label(record: Record) -> str:
     """What tells a run's line from the others."""
     run = record.run
     more = ("" if run.aware else ", naive rates") + (", normalised" if run.normalize else "")
-    return (run.structure or "dense") + ("" if run.layers == "all" else f", {run.layers}") + more
+    if not run.structure:
+        return "dense" + more
+    return run.structure + ("" if run.layers == "all" else f", {run.layers}") + more
 
 
 def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[str, list[Point]]:
@@ -235,6 +237,62 @@ def curves(records: Iterable[Record]) -> Figure:
     _plain_ticks(panel)
     panel.grid(alpha=0.3)
     _legend(panel, "darker: more MACs")
+    return figure
+
+
+COSTS: dict[str, Callable[[Record], float | None]] = {
+    "MACs a token": lambda r: r.macs / r.run.context,
+    "MACs a token, without the head's": lambda r: (r.macs - r.results["head_macs"]) / r.run.context,
+    "seconds of training": lambda r: r.results["seconds"] if alone(r) else None,
+}
+"""What a language model's loss is held against."""
+
+
+def language(records: Iterable[Record]) -> Figure | None:
+    """Validation loss of language models against all MACs, those without the head's, and time."""
+    done = [r for r in records if r.status == "done" and "head_macs" in r.results]
+    if not done:
+        return None
+    figure, axes = plt.subplots(1, len(COSTS), figsize=(10.5, 3.8), sharey=True, layout="constrained")
+    names = _ordered(map(label, done))
+    for axis, (text, cost) in zip(axes, COSTS.items(), strict=True):
+        for i, name in enumerate(names):
+            line = [(cost(r), r.results["test_loss"], r.run.width) for r in done if label(r) == name]
+            known = sorted((x, y, width) for x, y, width in line if x is not None)
+            axis.plot([x for x, _, _ in known], [y for _, y, _ in known], "o-", color=f"C{i}", ms=5, label=name)
+            for x, y, width in known:
+                axis.annotate(f"{width}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axis.set(xlabel=text, xscale="log")
+        axis.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("validation loss (nats a token)")
+    _legend(axes[0], "numbers: width")
+    return figure
+
+
+def stability(records: Iterable[Record]) -> Figure | None:
+    """The largest RMS among all blocks' outputs and the training loss, against step, one line a run."""
+    traced = [r for r in records if any(name.startswith("activation/") for name in r.looks)]
+    if not traced:
+        return None
+    figure, (sizes, losses) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    names = _ordered(map(label, traced))
+    rates = sorted({r.run.lr for r in traced})
+    for r in sorted(traced, key=lambda r: (names.index(label(r)), r.run.lr)):
+        style = {
+            "color": f"C{names.index(label(r))}",
+            "ls": ("-", "--", ":", "-.")[rates.index(r.run.lr) % 4],
+            "lw": 1.2,
+        }
+        seen = [pairs for name, pairs in r.looks.items() if name.startswith("activation/")]
+        steps = [step for step, _ in seen[0]]
+        text = label(r) + (f", lr {r.run.lr:g}" if len(rates) > 1 else "")
+        sizes.plot(steps, [max(pairs[i][1] for pairs in seen) for i in range(len(steps))], label=text, **style)
+        losses.plot([s for s, _, _ in r.curve], [loss for _, loss, _ in r.curve], **style)
+    sizes.set(xlabel="step", ylabel="largest RMS of a block's output", yscale="log")
+    losses.set(xlabel="step", ylabel="training loss")
+    for panel in (sizes, losses):
+        panel.grid(alpha=0.3, which="both")
+    _legend(sizes)
     return figure
 
 

@@ -28,7 +28,8 @@ class Record:
     status: Status
     results: Mapping[str, float] = field(default_factory=dict)
     """train_error, train_loss, test_error, test_loss (errors in percent); seconds of all of training; step_ms, the
-    median of a step since the run was last begun; examples_per_second; examples there were to train on."""
+    median of a step since the run was last begun; examples_per_second; examples there were to train on. Of text also
+    tokens_per_second and head_macs, of a GPU peak_gib and mfu, the part of its promised speed that was used."""
     params: int = 0
     macs: int = 0
     """Multiply-accumulates of one example's forward pass."""
@@ -37,15 +38,21 @@ class Record:
     error: str = ""
     """What went wrong, where something did."""
     made_on: Mapping[str, str] = field(default_factory=dict)
+    looks: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """What was seen on the way, by name: (step, number) of test_loss, of the sizes of activations and the like."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self) | {"key": self.run.key}, sort_keys=True)
+        told = asdict(self) | {"key": self.run.key}
+        if not self.looks:
+            del told["looks"]
+        return json.dumps(told, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Record:
         data: dict[str, Any] = json.loads(text)
         data.pop("key", None)
         data["run"] = Run.of(data["run"])
+        data["looks"] = {name: [(int(s), float(v)) for s, v in seen] for name, seen in data.get("looks", {}).items()}
         data["curve"] = tuple((int(s), float(a), float(b)) for s, a, b in data["curve"])
         return cls(**data)
 
@@ -138,3 +145,24 @@ def write_text(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def write_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Weights as a safetensors file, replaced in one step."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, part)
+    part.replace(path)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of a safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ButtressError(f"{path} cannot be read ({error}): remove its folder to train the run again") from error

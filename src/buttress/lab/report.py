@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from html import escape
 from pathlib import Path
@@ -38,7 +38,7 @@ details { margin: .8rem 0; } summary { cursor: pointer; color: var(--soft); }
 """
 FEW = 24
 """Rows of a table that are shown without being asked for."""
-VARIED = ("structure", "width", "layers", "aware", "lr", "seed", "normalize")
+VARIED = ("structure", "width", "heads", "layers", "aware", "lr", "seed", "normalize", "accumulate")
 """Fields that may differ within one experiment; all others are its setting."""
 
 
@@ -91,7 +91,14 @@ def _experiment(setting: Run, records: Sequence[Record]) -> str:
     ours = _is(setting, "mlp-scaling")
     tuned = figures.landscape(done, published=published.LANDSCAPE if _is(setting, "learning-rates") else None)
     moved = figures.feature_updates(done, published.FEATURE_UPDATES if _is(setting, "feature-updates") else None)
-    if moved is not None:
+    written, held = figures.language(done), figures.stability(records)
+    if held is not None:
+        text = "The largest RMS among the outputs of all blocks, and the loss: stable where neither runs away."
+        out.append("<h3>Stability</h3>" + _figure(held, text))
+    if written is not None:
+        text = "Validation loss against what a token costs, with and without the head, and against time."
+        out.append("<h3>Validation loss</h3>" + _figure(written, text))
+    elif moved is not None:
         text = "How much one step changes the last block's output, over the run; flat where the rates fit the width."
         out.append("<h3>Feature updates</h3>" + _figure(moved, text))
     elif tuned is not None:
@@ -121,13 +128,15 @@ def _kind(setting: Run, done: Sequence[Record]) -> str:
     """What an experiment varies, in a word or two."""
     if setting.probe:
         return "feature updates"
+    if setting.trace:
+        return "stability"
     rates = max(Counter((label(r), r.run.width, r.run.seed) for r in done).values())
-    return "learning rates" if rates > 1 else "error against compute"
+    return "learning rates" if rates > 1 else f"{'loss' if 'head_macs' in done[0].results else 'error'} against compute"
 
 
 def _described(setting: Run) -> str:
     text = f"{setting.steps:,} steps of {setting.batch}, {setting.optimizer}, {setting.schedule} schedule"
-    text += f", depth {setting.depth}"
+    text += f", depth {setting.depth}" + (f", sequences of {setting.context} tokens" if setting.task == "text" else "")
     extras = [("mixup", setting.mixup), ("label smoothing", setting.smoothing), ("weight decay", setting.weight_decay)]
     text += "".join(f", {name} {value:g}" for name, value in extras if value)
     return f"{text}, {setting.precision}. Errors in percent; MACs are those of one example's forward pass."
@@ -172,16 +181,37 @@ def _savings(done: Sequence[Record]) -> str:
     return "<h3>Fits</h3>" + _rows(head, rows)
 
 
+Column = tuple[str, Callable[[Record], str]]
+
+COMMON: tuple[Column, ...] = (
+    ("structure", label),
+    ("width", lambda r: f"{r.run.width:,}"),
+    ("lr", lambda r: f"{r.run.lr:g}"),
+    ("MACs", lambda r: f"{r.macs:,}"),
+    ("parameters", lambda r: f"{r.params:,}"),
+)
+ERRORS: tuple[Column, ...] = (
+    ("train error", lambda r: f"{r.results['train_error']:.2f}"),
+    ("test error", lambda r: f"{r.results['test_error']:.2f}"),
+    ("seconds", lambda r: f"{r.results['seconds']:.1f}"),
+    ("examples/s", lambda r: f"{r.results['examples_per_second']:,.0f}"),
+)
+LOSSES: tuple[Column, ...] = (
+    ("head's MACs", lambda r: f"{r.results['head_macs']:,}"),
+    ("train loss", lambda r: f"{r.results['train_loss']:.3f}"),
+    ("validation loss", lambda r: f"{r.results['test_loss']:.3f}"),
+    ("seconds", lambda r: f"{r.results['seconds']:.1f}"),
+    ("tokens/s", lambda r: f"{r.results['tokens_per_second']:,.0f}"),
+    ("MFU", lambda r: f"{100 * r.results['mfu']:.1f} %" if "mfu" in r.results else ""),
+    ("peak GiB", lambda r: f"{r.results['peak_gib']:.1f}" if "peak_gib" in r.results else ""),
+)
+
+
 def _table(done: Sequence[Record]) -> str:
-    rows = [
-        (
-            label(r), f"{r.run.width:,}", f"{r.run.lr:g}", f"{r.macs:,}", f"{r.params:,}",
-            f"{r.results['train_error']:.2f}", f"{r.results['test_error']:.2f}",
-            f"{r.results['seconds']:.1f}", f"{r.results['examples_per_second']:,.0f}",
-        )
-        for r in sorted(done, key=lambda r: (label(r), r.macs, r.run.lr, r.run.seed))
-    ]  # fmt: skip
-    head = ("structure", "width", "lr", "MACs", "parameters", "train error", "test error", "seconds", "examples/s")
+    columns = COMMON + (LOSSES if "head_macs" in done[0].results else ERRORS)
+    ordered = sorted(done, key=lambda r: (label(r), r.macs, r.run.lr, r.run.seed))
+    rows = [[show(r) for _, show in columns] for r in ordered]
+    head = [name for name, _ in columns]
     body = _rows(head, rows)
     if len(rows) <= FEW:
         return "<h3>All runs</h3>" + body
@@ -213,9 +243,10 @@ def _failures(records: Sequence[Record]) -> str:
 
 
 def _machines(records: Sequence[Record]) -> str:
-    seen = dict.fromkeys(tuple(sorted(r.made_on.items())) for r in records if r.made_on)
-    names = [name for name, _ in next(iter(seen), ())]
-    return "<h2>Made on</h2>" + _rows(names, [[value for _, value in one] for one in seen]) if names else ""
+    seen = list(dict.fromkeys(tuple(sorted(r.made_on.items())) for r in records if r.made_on))
+    names = sorted({name for one in seen for name, _ in one})
+    rows = [[dict(one).get(name, "") for name in names] for one in seen]
+    return "<h2>Made on</h2>" + _rows(names, rows) if names else ""
 
 
 def _figure(figure: Figure, caption: str) -> str:

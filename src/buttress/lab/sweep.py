@@ -1,8 +1,10 @@
 """Many runs: those that have a record are skipped, one that crashes does not stop the others.
 
-Runs go to worker processes, several at a time where they are small. A worker is told its runs one line at a time, so
-that starting Python and torch is paid once; if it dies, the run that it had is recorded as failed and another
-takes its place. Killing everything loses no more than what was done since the last checkpoints.
+What a sweep is stands here once; where its runs are trained is the affair of an engine. The one below is `Local`: runs
+go to worker processes, several at a time where they are small. A worker is told its runs one line at a time, so that
+starting Python and torch is paid once; if it dies, the run that it had is recorded as failed and another takes its
+place. `lab/ray.py` is the engine of many machines. Killing everything loses no more than what was done since the last
+checkpoints.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,10 +27,13 @@ from buttress.lab.config import Run
 from buttress.lab.data import Task, load
 from buttress.lab.logs import Lines
 from buttress.lab.records import Record, Store
-from buttress.lab.train import Progress, device_of, train
+from buttress.lab.train import Progress, Watch, device_of, train
+from buttress.lab.trainer import Diverged
 
 LAST_LINES = 12
 """Lines of a dead worker's error output that go into its run's record."""
+BETWEEN = 0.5
+"""Seconds, at least, between two words about a run's progress."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,76 @@ class News:
 Listener = Callable[[News], None]
 
 
+@dataclass(frozen=True)
+class Job:
+    """How all runs of a sweep are trained: plain values, which travel to other processes and other machines."""
+
+    device: str | None = None
+    data: str | None = None
+    compiled: bool = False
+
+    def train(self, run: Run, store: Store | None, at_once: int, watch: Watch) -> Record:
+        """Train a run in this process, in a store if there is one. What goes wrong is a record too: that it failed."""
+        try:
+            return train(
+                run,
+                store=store,
+                device=self.device,
+                data=_task(run.task, self.device, self.data),
+                compiled=self.compiled,
+                watch=_seldom(watch),
+                log=Lines(store.place(run) / "log.jsonl") if store is not None else None,
+                at_once=at_once,
+            )
+        except Diverged as trouble:
+            return trouble.record(run)
+        except Exception as error:
+            return Record(run, "failed", error=f"{type(error).__name__}: {error}")
+
+
+@lru_cache(maxsize=1)  # reading a task's data can take longer than a small run
+def _task(name: str, device: str | None, data: str | None) -> Task:
+    return load(name, device_of(device), data)
+
+
+def _seldom(watch: Watch) -> Watch:
+    last = 0.0
+
+    def watch_now_and_then(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last > BETWEEN:
+            last = time.monotonic()
+            watch(progress)
+
+    return watch_now_and_then
+
+
+def keep(store: Store, record: Record) -> Record:
+    """Put a record into the store, unless the run was finished all the same; the record that stands."""
+    known = store.get(record.run)
+    if known is not None and known.status == "done":
+        return known
+    store.put(record)
+    return record
+
+
+class Engine(ABC):
+    """Where the runs of a sweep are trained."""
+
+    @abstractmethod
+    def train(self, todo: Sequence[Run], job: Job, store: Store, tell: Listener) -> None:
+        """Have each run trained, the first ones first, put its record into the store, and tell of it.
+
+        Of each run it tells once that it began, then how far it got, then its record. A run that fails stops no other.
+        """
+
+
 def sweep(
     runs: Iterable[Run],
     store: Store,
     *,
     workers: int = 1,
+    on: Engine | None = None,
     device: str | None = None,
     data: Path | str | None = None,
     compiled: bool = False,
@@ -55,60 +126,75 @@ def sweep(
 ) -> list[Record]:
     """Train every run that has no record yet and return all records, in the runs' order.
 
-    With `retry`, runs that failed before are tried again. Largest first, so that none is left alone at the end.
+    They are trained in `workers` processes of this machine, or `on` another engine. With `retry`, runs that failed
+    before are tried again. Largest first, so that none is left alone at the end.
     """
     wanted = list(dict.fromkeys(runs))
     tell = listen or (lambda news: None)
-    todo: Queue[Run] = Queue()
+    todo = []
     for run in sorted(wanted, key=lambda r: (-r.steps * r.width * r.batch, r.key)):
         known = store.get(run)
         if known is None or (known.status == "failed" and retry):
-            todo.put(run)
+            todo.append(run)
         else:
             tell(News(run, record=known))
-    count = max(1, min(workers, todo.qsize()))
-
-    alive: list[_Worker] = []
-    troubles: list[BaseException] = []
-    stopping = threading.Event()
-
-    def start() -> _Worker:
-        alive.append(_Worker(store, device, data, compiled, count))
-        return alive[-1]
-
-    def serve() -> None:
-        try:
-            _serve(todo, store, start, tell, stopping)
-        except BaseException as trouble:
-            troubles.append(trouble)
-
-    threads = [threading.Thread(target=serve, daemon=True) for _ in range(count if todo.qsize() else 0)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.2)  # in pieces, so that Ctrl-C is heard
-    finally:
-        # Nothing is started any more, and nothing is left behind.
-        stopping.set()
-        for worker in alive:
-            worker.process.kill()
-        for thread in threads:
-            thread.join()
-        for worker in alive:
-            worker.close()
-    if troubles:
-        raise troubles[0]
+    if todo:
+        job = Job(device, str(Path(data).absolute()) if data else None, compiled)
+        (on or Local(workers)).train(todo, job, store, tell)
     records = (store.get(run) for run in wanted)
     return [record for record in records if record is not None]
+
+
+@dataclass(frozen=True)
+class Local(Engine):
+    """Worker processes on this machine."""
+
+    workers: int = 1
+
+    def train(self, todo: Sequence[Run], job: Job, store: Store, tell: Listener) -> None:
+        left: Queue[Run] = Queue()
+        for run in todo:
+            left.put(run)
+        count = max(1, min(self.workers, len(todo)))
+        alive: list[_Worker] = []
+        troubles: list[BaseException] = []
+        stopping = threading.Event()
+
+        def start() -> _Worker:
+            alive.append(_Worker(store, job, count))
+            return alive[-1]
+
+        def serve() -> None:
+            try:
+                _serve(left, store, start, tell, stopping)
+            except BaseException as trouble:
+                troubles.append(trouble)
+
+        threads = [threading.Thread(target=serve, daemon=True) for _ in range(count)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)  # in pieces, so that Ctrl-C is heard
+        finally:
+            # Nothing is started any more, and nothing is left behind.
+            stopping.set()
+            for worker in alive:
+                worker.process.kill()
+            for thread in threads:
+                thread.join()
+            for worker in alive:
+                worker.close()
+        if troubles:
+            raise troubles[0]
 
 
 class _Worker:
     """One process that trains runs, one after the other."""
 
-    def __init__(self, store: Store, device: str | None, data: Path | str | None, compiled: bool, workers: int) -> None:
-        arguments = (str(store.folder), device or "", str(data or ""), str(int(compiled)), str(workers))
+    def __init__(self, store: Store, job: Job, workers: int) -> None:
+        arguments = (str(store.folder), json.dumps(vars(job)), str(workers))
         threads = max(1, (os.cpu_count() or 1) // workers)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "buttress.lab.sweep", *arguments],
@@ -173,27 +259,23 @@ def _serve(
         if not worker.train(run, tell):
             if stopping.is_set():
                 return  # it was ended, it did not die
-            _failed(store, run, worker.close())
+            keep(store, Record(run, "failed", error=worker.close()))
             worker = None
         tell(News(run, record=store.get(run)))
     if worker is not None:
         worker.close()
 
 
-def _failed(store: Store, run: Run, error: str) -> None:
-    """Record a failure, unless the run was finished all the same."""
-    known = store.get(run)
-    if known is None or known.status != "done":
-        store.put(Record(run, "failed", error=error))
-
-
-def work(store: Store, device: str | None, data: str | None, compiled: bool, at_once: int) -> None:
+def work(store: Store, job: Job, at_once: int) -> None:
     """A worker: runs come in as lines, news goes out as lines."""
     out = sys.stdout
     sys.stdout = sys.stderr  # what libraries print must not pass for news
 
     def say(message: dict[str, object]) -> None:
-        print(json.dumps(message), file=out, flush=True)
+        try:
+            print(json.dumps(message), file=out, flush=True)
+        except BrokenPipeError:
+            os._exit(1)  # whoever asked for it is gone; the last checkpoint stays
 
     asked: Queue[str | None] = Queue()
 
@@ -207,44 +289,17 @@ def work(store: Store, device: str | None, data: str | None, compiled: bool, at_
 
     busy = threading.Event()
     threading.Thread(target=read, daemon=True).start()
-    last = 0.0
-
-    @lru_cache(maxsize=1)  # reading a task's data can take longer than a small run
-    def task(name: str) -> Task:
-        return load(name, device_of(device), data)
-
-    def watch(progress: Progress) -> None:
-        nonlocal last
-        if time.monotonic() - last > 0.5:
-            last = time.monotonic()
-            say({"progress": vars(progress)})
-
     while (line := asked.get()) is not None:
         run = Run.from_json(line)
         busy.set()
-        try:
-            log = Lines(store.place(run) / "log.jsonl")
-            train(
-                run,
-                store=store,
-                device=device,
-                data=task(run.task),
-                compiled=compiled,
-                watch=watch,
-                log=log,
-                at_once=at_once,
-            )
-        except BrokenPipeError:
-            return  # whoever asked for it is gone; the last checkpoint stays
-        except Exception as error:
-            _failed(store, run, f"{type(error).__name__}: {error}")
+        keep(store, job.train(run, store, at_once, lambda progress: say({"progress": vars(progress)})))
         busy.clear()
         say({"done": run.key})
 
 
 def main(arguments: Sequence[str]) -> None:
-    folder, device, data, compiled, at_once = arguments
-    work(Store(folder), device or None, data or None, compiled == "1", int(at_once))
+    folder, job, at_once = arguments
+    work(Store(folder), Job(**json.loads(job)), int(at_once))
 
 
 if __name__ == "__main__":

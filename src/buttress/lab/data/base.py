@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from buttress import ButtressError
-from buttress.lab.config import nearest
+from buttress.lab.config import Run, nearest
 
 Batch = tuple[tuple[int, ...], Sequence[int]]
 """What a batch's random numbers are seeded with, and the numbers of its examples."""
@@ -31,7 +32,9 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    streams: ClassVar[bool] = False
+    language: ClassVar[bool] = False
+    """Whether inputs are tokens, targets the ones that follow, and the model makes its loss itself."""
+    streams: bool = False
     """Whether examples are read on the host as training goes on, in the order that `follow` was told."""
     shape: tuple[int, ...]
     classes: int
@@ -41,12 +44,33 @@ class Task(ABC):
     @abstractmethod
     def __init__(self, device: torch.device, folder: Path | None) -> None: ...
 
+    def at(self, run: Run) -> Task:
+        """The task as a run wants it."""
+        return self
+
+    def example(self, device: torch.device) -> Tensor:
+        """An input of the right kind, to count what a model does with it."""
+        return torch.zeros(1, *self.shape, device=device)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells one set of data from another of the same name; a run is not gone on with on other data."""
+        return ""
+
+    @property
+    def hopeless(self) -> float:
+        """A mean loss that training does not come back from, where there is one."""
+        return math.inf
+
     @abstractmethod
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Augmented inputs and targets of the training examples at `index`."""
 
-    def follow(self, batches: Sequence[Batch]) -> None:  # noqa: B027  (most need not know)
-        """What is wanted next, where examples are read as training goes on; `draw` is called for each in turn."""
+    def follow(self, batches: Sequence[Batch], mine: slice = slice(None)) -> None:  # noqa: B027  (most need not know)
+        """What is wanted next, where examples are read as training goes on; `draw` is called for each in turn.
+
+        Of each batch this process wants the part `mine`; its chances are those that it has in the whole.
+        """
 
     @abstractmethod
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:

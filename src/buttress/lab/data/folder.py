@@ -41,10 +41,10 @@ class ImageNet(Task):
         self.epoch = len(self.train)
         self.batches: Iterator[tuple[Tensor, Tensor]] = iter(())
 
-    def follow(self, batches: Sequence[Batch]) -> None:
+    def follow(self, batches: Sequence[Batch], mine: slice = slice(None)) -> None:
         # A seed of its own for each image, so that it does not matter which worker reads it.
         picks = [
-            list(zip(numbers, np.random.SeedSequence(seed).generate_state(len(numbers)).tolist(), strict=True))
+            list(zip(numbers, np.random.SeedSequence(seed).generate_state(len(numbers)).tolist(), strict=True))[mine]
             for seed, numbers in batches
         ]
         self.batches = iter(self._loader(self.train, picks))

@@ -10,12 +10,22 @@ from torch import Tensor, nn
 from buttress import ShapeError
 
 
+def start_(model: nn.Module) -> None:
+    """Draw every linear layer anew with 1 / sqrt(d_in), biases at zero; a weight that is zero stays so."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.is_meta:
+            if module.weight.any():
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
 class Block(nn.Module):
     """x + W2 GELU(W1 LayerNorm(x)), with W2 starting at zero."""
 
-    def __init__(self, width: int, *, expansion: int = 4, bias: bool = True) -> None:
+    def __init__(self, width: int, *, expansion: int = 4, bias: bool = True, norm_bias: bool = True) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width, bias=norm_bias)
         self.up = nn.Linear(width, expansion * width, bias=bias)
         self.down = nn.Linear(expansion * width, width, bias=bias)
         nn.init.zeros_(self.down.weight)

@@ -7,32 +7,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from buttress import ShapeError
-from buttress.lab.models.mlp import Block
-
-ZERO_START = ("to_q", "to_out", "down", "head")
-"""Last parts of the names of the layers that start at zero."""
+from buttress.lab.models.mlp import Block, start_
 
 
 class Attention(nn.Module):
-    """x + attention(LayerNorm(x)), with queries and keys normalised head by head."""
+    """x + attention(LayerNorm(x)), with queries and keys normalised head by head.
 
-    def __init__(self, width: int, heads: int) -> None:
+    `heads` share the width, unless each is given a `head_width`. Without `bias` there is none, in the norms neither.
+    """
+
+    def __init__(self, width: int, heads: int, *, head_width: int = 0, bias: bool = True, causal: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        if heads < 1 or (not head_width and width % heads):
+            raise ShapeError(f"a width of {width} does not divide into {heads} heads: choose a multiple of heads")
+        each = head_width or width // heads
+        self.heads, self.causal = heads, causal
         # muP: 1 / dim_head in place of 1 / sqrt(dim_head), and equal to it at the usual 64.
-        self.scale = 8 * heads / width
-        self.norm = nn.LayerNorm(width)
-        self.to_q = nn.Linear(width, width, bias=False)
-        self.to_k = nn.Linear(width, width, bias=False)
-        self.to_v = nn.Linear(width, width, bias=False)
-        self.norm_q = nn.LayerNorm(width // heads)
-        self.norm_k = nn.LayerNorm(width // heads)
-        self.to_out = nn.Linear(width, width)
+        self.scale = 8 / each
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.to_q = nn.Linear(width, heads * each, bias=False)
+        self.to_k = nn.Linear(width, heads * each, bias=False)
+        self.to_v = nn.Linear(width, heads * each, bias=False)
+        self.norm_q = nn.LayerNorm(each, bias=bias)
+        self.norm_k = nn.LayerNorm(each, bias=bias)
+        self.to_out = nn.Linear(heads * each, width, bias=bias)
+        for linear in (self.to_q, self.to_out):
+            nn.init.zeros_(linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         q, k, v = (to(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
-        y = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v, scale=self.scale)
+        y = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v, is_causal=self.causal, scale=self.scale)
         return x + self.to_out(y.transpose(1, 2).flatten(2))
 
 
@@ -51,8 +56,6 @@ class ViT(nn.Module):
         channels: int = 3,
     ) -> None:
         super().__init__()
-        if heads < 1 or width % heads:
-            raise ShapeError(f"a width of {width} does not divide into {heads} heads: choose a multiple of heads")
         if patch < 1 or image % patch:
             raise ShapeError(
                 f"an image of {image} pixels a side does not divide into patches of {patch}: "
@@ -70,14 +73,8 @@ class ViT(nn.Module):
         self.blocks = nn.Sequential(*(part for pair in pairs for part in pair))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                if name.endswith(ZERO_START):
-                    nn.init.zeros_(module.weight)
-                else:
-                    nn.init.normal_(module.weight, std=module.in_features**-0.5)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        nn.init.zeros_(self.head.weight)
+        start_(self)
 
     def patches(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, patches, numbers), a patch's numbers ordered row, column, channel."""

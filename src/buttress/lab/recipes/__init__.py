@@ -1,6 +1,6 @@
 """Recipes: functions that return runs. Each says what it shows, what it takes and what to expect."""
 
-from buttress.lab.recipes import cifar, digits, imagenet  # noqa: F401  (they register themselves)
+from buttress.lab.recipes import cifar, digits, gpt2, imagenet  # noqa: F401  (they register themselves)
 from buttress.lab.recipes.base import Recipe, find, recipes
 
 __all__ = ["Recipe", "find", "recipes"]

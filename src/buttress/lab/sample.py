@@ -1,0 +1,84 @@
+"""Text from a trained language model, or from the last checkpoint of one that is still being trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from buttress import ButtressError
+from buttress.lab import checkpoints
+from buttress.lab.build import model_of
+from buttress.lab.config import Run
+from buttress.lab.data import load
+from buttress.lab.data.text import Text
+from buttress.lab.models import GPT
+from buttress.lab.records import Record, read_weights
+from buttress.lab.train import device_of
+
+
+def sample(
+    folder: Path,
+    prompt: str,
+    *,
+    count: int = 100,
+    temperature: float = 0.8,
+    top: int = 50,
+    seed: int = 0,
+    data: Path | str | None = None,
+    device: str | None = None,
+) -> Iterator[str]:
+    """Pieces of text that go on from a prompt, until `count` tokens or the end of the text.
+
+    `folder` is that of one run, with the weights of its end or a checkpoint. `data` is where its corpus lies, whose
+    tokenizer reads the prompt and writes the answer.
+    """
+    run = _run(folder)
+    where = device_of(device)
+    task = load(run.task, where, data).at(run)
+    if not isinstance(task, Text):
+        raise ButtressError(f"{folder} is a run of {run.task}, and text comes from runs of text alone")
+    model = model_of(run, task, where)
+    assert isinstance(model, GPT)
+    _fill(model, folder)
+    tokens = task.tokens
+    # A model that was given nothing begins a new document.
+    ids = tokens.encode(prompt) or [tokens.end]
+    generator = torch.Generator(where).manual_seed(seed)
+    stream = model.eval().sample(
+        torch.tensor([ids], device=where), words=tokens.vocab, temperature=temperature, top=top, generator=generator
+    )
+    made: list[int] = []
+    said = ""
+    for _, word in zip(range(count), stream, strict=False):
+        if word.item() == tokens.end:
+            break
+        made.append(int(word))
+        # A character may take several tokens: what is not whole yet waits for the next.
+        text = tokens.decode(made)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(said) :]
+            said = text
+
+
+def _run(folder: Path) -> Run:
+    record = folder / "record.json"
+    if record.is_file():
+        return Record.from_json(record.read_text(encoding="utf-8")).run
+    path = checkpoints.latest(folder)
+    if path is None:
+        raise ButtressError(f"{folder} holds neither a record nor a checkpoint: give the folder of one run, runs/<key>")
+    return Run.of(json.loads(checkpoints.facts_of(path)["run"]))
+
+
+def _fill(model: GPT, folder: Path) -> None:
+    """The weights of the run's end, or else of its last checkpoint."""
+    if (folder / "weights.safetensors").is_file():
+        model.load_state_dict(read_weights(folder / "weights.safetensors"))
+        return
+    path = checkpoints.latest(folder)
+    if path is None:
+        raise ButtressError(f"{folder} has a record but no weights: it was made by another way than training here")
+    checkpoints.load(path, {f"model.{name}": t for name, t in model.state_dict().items()})
