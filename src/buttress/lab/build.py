@@ -78,7 +78,8 @@ def groups_of(run: Run, model: nn.Module, task: Task) -> list[dict[str, Any]]:
     heads = run.base_width // run.head_width if run.head_width else run.heads
     with torch.device("meta"):
         base = _plain(replace(run, heads=heads), run.base_width, task)
-    scale = {"input.*": run.input_scale} if run.input_scale != 1 else None
+    asked = {"input.*": run.input_scale, "blocks.*.down.*": run.down_scale}
+    scale = {glob: factor for glob, factor in asked.items() if factor != 1}
     rule = "sgd" if run.optimizer == "sgd" else "adam"
     return param_groups(
         model, run.lr, base=base, weight_decay=run.weight_decay, rule=rule, scale=scale, structure_aware=run.aware

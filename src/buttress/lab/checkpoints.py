@@ -11,16 +11,12 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from buttress import ButtressError
 from buttress.lab.team import Team
@@ -40,6 +36,9 @@ def latest(folder: Path) -> Path | None:
 
 def save(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], team: Team) -> Path:
     """Write a checkpoint, then remove those before it. Every process of the team must call this."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
     target, part = folder / f"{PREFIX}{step}", folder / f"{PREFIX}{step}.part"
     try:
         if team.first:
@@ -47,7 +46,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[
             part.mkdir(parents=True)
         team.agree()
         writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
-        with _quietly():
+        with _plainly():
             save_tensors(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
         if team.first:
             (part / "run.json").write_text(json.dumps(dict(facts)), encoding="utf-8")
@@ -55,12 +54,11 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[
             part.rename(target)
             clear(folder, but=target)
         team.agree()
-    except (OSError, CheckpointException) as error:
-        with suppress(OSError):
-            shutil.rmtree(part, ignore_errors=True)
+    except Exception as error:  # of the file system, of safetensors, of another process
+        shutil.rmtree(part, ignore_errors=True)
         kept = latest(folder)
         left = f"the one of step {kept.name.removeprefix(PREFIX)} is whole" if kept else "there is none before it"
-        raise CheckpointError(f"the checkpoint of step {step} could not be written ({_why(error)}); {left}") from error
+        raise CheckpointError(f"the checkpoint of step {step} could not be written ({error}); {left}") from error
     return target
 
 
@@ -82,29 +80,29 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors, in place, with what was saved under their names."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+    reader = HuggingFaceStorageReader(str(path))
     try:
-        with _quietly():
-            load_tensors(
-                dict(tensors),
-                storage_reader=HuggingFaceStorageReader(str(path)),
-                no_dist=not dist.is_initialized(),
-            )
-    except (Exception, CheckpointException) as error:  # safetensors, the planner, the file system: each has its own
+        with _plainly():
+            load_tensors(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+    except Exception as error:  # of the file system, of safetensors, of what does not fit
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read ({_why(error)}): remove it to begin this run anew")
-
-
-def _why(error: BaseException) -> BaseException:
-    """What went wrong, without the stacks of all processes around it."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return CheckpointError(f"{path} cannot be read ({error}): remove it to begin this run anew")
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """A single process is told that it is one."""
+def _plainly() -> Iterator[None]:
+    """Without the warning that a single process is one, and with an error alone, without all processes' stacks."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as errors:
+            raise next(iter(errors.failures.values()))[0] from errors

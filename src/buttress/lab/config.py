@@ -66,6 +66,8 @@ class Run:
     base_width: int = 64
     input_scale: float = 1.0
     """Further factor of the input layer's rate."""
+    down_scale: float = 1.0
+    """Further factor of the rate of the FFNs' second layers."""
     weight_decay: float = 0.0
     schedule: Schedule = "cosine"
     warmup: int = 0
@@ -110,9 +112,9 @@ class Run:
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"lr must be above 0 and finite, got {self.lr}")
         bounds = (
-            ("mixup", 0, 1e6), ("smoothing", 0, 1), ("weight_decay", 0, 1e6), ("seed", 0, 2**62),
-            ("warmup", 0, self.steps), ("clip", 0, 1e6), ("beta2", 0, 1), ("final", 0, 1),
-            ("head_width", 0, 2**20), ("evaluate", 0, 2**62), ("trace", 0, 2**62),
+            ("mixup", 0, 1e6), ("input_scale", 0, 1e6), ("down_scale", 0, 1e6), ("smoothing", 0, 1),
+            ("weight_decay", 0, 1e6), ("seed", 0, 2**62), ("warmup", 0, self.steps), ("clip", 0, 1e6), ("beta2", 0, 1),
+            ("final", 0, 1), ("head_width", 0, 2**20), ("evaluate", 0, 2**62), ("trace", 0, 2**62),
         )  # fmt: skip
         for name, low, high in bounds:
             if not low <= getattr(self, name) <= high:

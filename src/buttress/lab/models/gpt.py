@@ -63,7 +63,10 @@ class GPT(nn.Module):
         x = self.norm(self.blocks(x))
         if targets is None:
             return self.head(x)
-        return _loss(self.head, self.score, x.flatten(0, -2), targets.flatten())
+        # It takes a gradient on the way forward, which torch.compile cannot. Asked for here, not as a decorator, which
+        # would make everybody who imports this wait for the compiler.
+        loss = torch.compiler.disable(_loss)
+        return loss(self.head, self.score, x.flatten(0, -2), targets.flatten())
 
     @torch.no_grad()
     def sample(
@@ -91,7 +94,6 @@ def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(wide, targets, reduction="sum"), (logits.argmax(-1) != targets).sum()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it takes a gradient on the way forward
 def _loss(head: nn.Module, score: Score, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Mean loss and part guessed wrong of all tokens."""
     words: int = getattr(head, "out_features")  # noqa: B009  (nn.Linear and structured layers have it)

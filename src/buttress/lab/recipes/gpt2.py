@@ -1,9 +1,9 @@
 """The paper's GPT-2 (sections 6 and 7, appendix "Experiment details"): BTT in every linear layer, the head too.
 
-Known differences from the authors' code: queries start at zero, as the paper's text says; the FFN's second layer gets
-the rate that its width asks for, where theirs is four times smaller, because the model in which rates are tuned has a
-narrower FFN; queries and keys keep their gains, which the norms after them make idle; batches go over the text in a
-new order each epoch instead of beginning anywhere.
+Known differences from the authors' code: queries start at zero, as the paper's text says; queries and keys keep their
+gains, which the norms after them make idle; batches go over the text in a new order each epoch instead of beginning
+anywhere. As in their code, the FFN's second layer learns at a fourth of the rate that its width asks for, because the
+model in which their rates are tuned has a narrower FFN.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ GPT2 = Run(
     optimizer="adamw",
     lr=2e-3,
     base_width=768,
+    down_scale=0.25,
     beta2=0.95,
     clip=1.0,
     warmup=2000,

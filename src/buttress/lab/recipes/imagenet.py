@@ -1,8 +1,8 @@
 """The paper's ViT on ImageNet (section 6, appendix "Experiment details").
 
 Known differences from the authors' code: bf16 instead of fp16 with a scaled loss; images of a batch are mixed with
-their neighbours rather than in reverse order; the FFN's second layer gets the rate that its width asks for, where
-theirs is four times smaller, because the model in which rates are tuned has a narrower FFN.
+their neighbours rather than in reverse order. As in their code, the FFN's second layer learns at a fourth of the rate
+that its width asks for, because the model in which their rates are tuned has a narrower FFN.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ VIT = Run(
     optimizer="adamw",
     lr=2e-3,
     base_width=256,
+    down_scale=0.25,
     weight_decay=0.05,
     beta2=0.95,
     clip=1.0,
