@@ -32,6 +32,7 @@ from buttress.lab.records import Record, Store, write_records
 from buttress.lab.sweep import News, sweep
 from buttress.lab.train import Progress, train
 from buttress.lab.trainer import Diverged, Trainer, _schedule
+from processes import torchrun, training
 
 SMALL = Run(task="digits", width=16, depth=1, lr=1e-2, batch=64, steps=250)
 PACKED = Path(os.environ.get("BUTTRESS_DATA", "/nonexistent"))
@@ -573,16 +574,8 @@ class TestImagesInFolders:
         assert len(set(whole.losses.tolist())) > 3
 
     def test_two_processes_train_on_the_images_of_one(self, pictures: Path, tmp_path: Path) -> None:
-        fields = [f"{name}={value}" for name, value in json.loads(self.RUN.to_json()).items()]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node=2"]
-        command = [sys.executable, *launch, "-m", "buttress", "train", *fields, "--runs", str(tmp_path), "--data"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        # torchvision may not load outside of these tests, whose conftest sees to it.
-        env["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent / "beside_cpu_torch"), *sys.path))
-        done = subprocess.run(
-            [*command, str(pictures)], env=env, capture_output=True, text=True, timeout=180, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        status, out = torchrun(*training(self.RUN, tmp_path, pictures))
+        assert status == 0, out
         record, alone = Store(tmp_path).get(self.RUN), train(self.RUN, device="cpu", data=pictures)
         assert record is not None
         assert record.made_on["processes"] == "2, ddp"
@@ -607,7 +600,9 @@ class TestImagesInFolders:
         trainer = Trainer(self.RUN, load("imagenet", folder=pictures), torch.device("cpu"))
         with torch.no_grad():
             trainer.model.get_submodule("blocks.1.up").weight.fill_(float("nan"))
-        assert "blocks.1.up" in str(trainer.blame(trainer.copied()))
+        before = trainer.copied()
+        trainer.advance(1)
+        assert "blocks.1.up" in str(trainer.blame(before))
 
     def test_what_is_missing_is_told(self, tmp_path: Path, pictures: Path) -> None:
         with pytest.raises(DataError, match=r"needs the folders train and val.*--data"):

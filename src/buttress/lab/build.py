@@ -92,6 +92,8 @@ DEEP = 12
 
 def compiled_(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """What to call in place of `forward`, compiled; a deep model's blocks are compiled in place, and a GPT's loss."""
+    # What was compiled for other runs of this process counts towards the compiler's limit, beyond which it gives up.
+    torch.compiler.reset()
     blocks = list(model.get_submodule("blocks").children())
     if isinstance(model, GPT):
         model.score = torch.compile(model.score)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,7 +55,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[
             part.rename(target)
             clear(folder, but=target)
         team.agree()
-    except Exception as error:  # of the file system, of safetensors, of another process
+    except (OSError, ValueError) as error:
         shutil.rmtree(part, ignore_errors=True)
         kept = latest(folder)
         left = f"the one of step {kept.name.removeprefix(PREFIX)} is whole" if kept else "there is none before it"
@@ -87,7 +88,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         with _plainly():
             load_tensors(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-    except Exception as error:  # of the file system, of safetensors, of what does not fit
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
 
 
@@ -97,7 +98,8 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Without the warning that a single process is one, and with an error alone, without all processes' stacks."""
+    """Without the warning that a single process is one. What is wrong with the files is a ValueError, of whatever kind
+    it was; other errors, of memory or of another process that is gone, are left as they are."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
@@ -105,4 +107,7 @@ def _plainly() -> Iterator[None]:
         try:
             yield
         except CheckpointException as errors:
-            raise next(iter(errors.failures.values()))[0] from errors
+            first = next(iter(errors.failures.values()))[0]
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from errors
+            raise ValueError(f"{type(first).__name__}: {first}") from errors

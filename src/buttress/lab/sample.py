@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,11 +34,16 @@ def sample(
     `folder` is that of one run, with the weights of its end or a checkpoint. `data` is where its corpus lies, whose
     tokenizer reads the prompt and writes the answer.
     """
-    run = _run(folder)
+    run, made_with = _run(folder)
     where = device_of(device)
     task = load(run.task, where, data).at(run)
     if not isinstance(task, Text):
         raise ButtressError(f"{folder} is a run of {run.task}, and text comes from runs of text alone")
+    if made_with != task.fingerprint:
+        raise ButtressError(
+            f"{folder} was trained on other tokens ({made_with}) than those in {task.tokens.folder} "
+            f"({task.fingerprint}), which would mean something else to it: give its own as --data"
+        )
     model = model_of(run, task, where)
     assert isinstance(model, GPT)
     _fill(model, folder)
@@ -63,14 +67,16 @@ def sample(
             said = text
 
 
-def _run(folder: Path) -> Run:
-    record = folder / "record.json"
-    if record.is_file():
-        return Record.from_json(record.read_text(encoding="utf-8")).run
-    path = checkpoints.latest(folder)
-    if path is None:
+def _run(folder: Path) -> tuple[Run, str]:
+    """The run, and the fingerprint of what it was trained on."""
+    path = folder / "record.json"
+    if path.is_file() and (record := Record.from_json(path.read_text(encoding="utf-8"))).status == "done":
+        return record.run, record.made_on.get("data", "")
+    last = checkpoints.latest(folder)
+    if last is None:
         raise ButtressError(f"{folder} holds neither a record nor a checkpoint: give the folder of one run, runs/<key>")
-    return Run.of(json.loads(checkpoints.facts_of(path)["run"]))
+    facts = checkpoints.facts_of(last)
+    return Run.from_json(facts["run"]), facts["data"]
 
 
 def _fill(model: GPT, folder: Path) -> None:
@@ -81,4 +87,11 @@ def _fill(model: GPT, folder: Path) -> None:
     path = checkpoints.latest(folder)
     if path is None:
         raise ButtressError(f"{folder} has a record but no weights: it was made by another way than training here")
-    checkpoints.load(path, {f"model.{name}": t for name, t in model.state_dict().items()})
+    weights = {f"model.{name}": t for name, t in model.state_dict().items()}
+    try:
+        checkpoints.load(path, weights)
+    except checkpoints.CheckpointError:
+        newer = checkpoints.latest(folder)
+        if newer in (None, path):
+            raise
+        checkpoints.load(newer, weights)  # training went on meanwhile and took the older one away

@@ -23,6 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from queue import Empty, Queue
 
+import torch
+
 from buttress.lab.config import Run
 from buttress.lab.data import Task, load
 from buttress.lab.logs import Lines
@@ -205,6 +207,8 @@ class _Worker:
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         )
         self.errors: list[str] = []
+        self.leaves = False
+        """Whether it said that it can do no more."""
         self.reader = threading.Thread(target=self._drain, daemon=True)
         self.reader.start()
 
@@ -226,6 +230,7 @@ class _Worker:
         for line in self.process.stdout:
             message = json.loads(line)
             if "progress" not in message:
+                self.leaves = message["leaves"]
                 return True
             tell(News(run, progress=Progress(**message["progress"])))
         return False
@@ -261,6 +266,9 @@ def _serve(
                 return  # it was ended, it did not die
             keep(store, Record(run, "failed", error=worker.close()))
             worker = None
+        elif worker.leaves:
+            worker.close()
+            worker = None
         tell(News(run, record=store.get(run)))
     if worker is not None:
         worker.close()
@@ -294,7 +302,20 @@ def work(store: Store, job: Job, at_once: int) -> None:
         busy.set()
         keep(store, job.train(run, store, at_once, lambda progress: say({"progress": vars(progress)})))
         busy.clear()
-        say({"done": run.key})
+        leaves = _card_is_lost()
+        say({"done": run.key, "leaves": leaves})
+        if leaves:
+            return
+
+
+def _card_is_lost() -> bool:
+    """After some errors, such as an illegal access, nothing runs on a GPU any more in the process that made them."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def main(arguments: Sequence[str]) -> None:

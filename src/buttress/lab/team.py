@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from buttress import ButtressError
 from buttress.lab.config import ConfigError, nearest
@@ -145,7 +147,11 @@ def assembled(way: str, device: torch.device) -> Iterator[Team]:
         torch.cuda.set_device(device)
     elif sys.platform == "linux" and os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    # torchrun may keep one store for all of its attempts, and the addresses of the processes that died are in it.
+    found, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
+    store = PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", found)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
         yield Team(dist.get_rank(), dist.get_world_size(), way)
     finally:

@@ -123,7 +123,7 @@ def _train(
             losses, errors = (team.mean(t[first : trainer.step]).cpu() for t in (trainer.losses, trainer.errors))
             if not losses.isfinite().all():
                 trouble = trainer.blame(state)
-                trouble.curve = _curve(trainer, first)
+                trouble.curve, trouble.looks = _curve(trainer, first), looks.found
                 raise trouble
             loss, error = losses.mean().item(), 100 * errors.mean().item()
             if loss > trainer.task.hopeless:
@@ -131,10 +131,11 @@ def _train(
                     f"the loss is {loss:.3g} at step {trainer.step}, beyond {trainer.task.hopeless:.3g}, from where "
                     f"training does not come back. Try a smaller lr than {run.lr:g}"
                 )
-                trouble.curve = _curve(trainer, trainer.step)
+                trouble.curve, trouble.looks = _curve(trainer, trainer.step), looks.found
                 raise trouble
             paces.append((time.perf_counter() - started) / (trainer.step - first))
-            rate = run.batch / paces[-1]
+            del state  # or there would be two when the next is made
+            rate = trainer.count / paces[-1]
             if log is not None:
                 extra = {"norm": trainer.norms[first : trainer.step].mean().item()} if run.clip else {}
                 log.write(trainer.step, loss=loss, error=error, rate=rate, **extra)
@@ -150,7 +151,12 @@ def _train(
     record = _record(trainer, spent + time.perf_counter() - begin, 1e3 * median(paces or [0.0]), at_once, looks)
     if store is not None and folder is not None:
         if trainer.task.language:
-            weights = {name: trace.whole(t) for name, t in trainer.model.state_dict().items()}
+            # One at a time, and kept by one process alone: all of it may be more than a GPU holds.
+            weights = {}
+            for name, t in trainer.model.state_dict().items():
+                whole = trace.whole(t)
+                if team.first:
+                    weights[name] = whole.cpu()
             if team.first:
                 write_weights(folder / "weights.safetensors", weights)
         if team.first:
@@ -192,17 +198,14 @@ class Looks:
 
 def device_of(name: torch.device | str | None) -> torch.device:
     """A device by its name; by default a GPU where there is one."""
-    if name is None:
-        # torchrun tells each process on a machine which of its GPUs to take.
-        mine = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
-        return torch.device(mine if torch.cuda.is_available() else "cpu")
+    local = os.environ.get("LOCAL_RANK")  # torchrun tells each process on a machine which of its GPUs to take
     try:
-        device = torch.device(name)
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ConfigError(f"{name!r} is no device: use cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"{name!r} was asked for, but torch sees no GPU here")
-    return device
+    return torch.device("cuda", int(local)) if device == torch.device("cuda") and local else device
 
 
 def _record(trainer: Trainer, seconds: float, step_ms: float, at_once: int, looks: Looks) -> Record:
@@ -217,19 +220,19 @@ def _record(trainer: Trainer, seconds: float, step_ms: float, at_once: int, look
         "test_loss": test_loss,
         "seconds": seconds,
         "step_ms": step_ms,
-        "examples_per_second": run.steps * len(trainer.places) / max(seconds, 1e-9),
+        "examples_per_second": run.steps * trainer.count / max(seconds, 1e-9),
     }
     if trainer.task.epoch:
         results["examples"] = trainer.task.epoch
     if trainer.task.language:
         results["head_macs"] = trainer.head_macs
-        results["tokens_per_second"] = run.batch * run.context / max(step_ms / 1e3, 1e-9)
+        results["tokens_per_second"] = trainer.count * run.context / max(step_ms / 1e3, 1e-9)
     if trainer.device.type == "cuda":
         results["peak_gib"] = torch.cuda.max_memory_allocated(trainer.device) / 2**30
         name = torch.cuda.get_device_name(trainer.device)
         peak = next((p for card, p in PEAKS.items() if card in name), None)
         if peak and run.precision == "bfloat16":
-            flops = 6 * trainer.macs * run.batch / max(step_ms / 1e3, 1e-9)
+            flops = 6 * trainer.macs * trainer.count / max(step_ms / 1e3, 1e-9)
             results["mfu"] = flops / (peak * trainer.team.size)
     if run.probe:
         results["feature_update"] = trainer.changes.mean().item()

@@ -8,9 +8,10 @@ checkpoint holds, so a run that was killed goes on where it was, to the same bit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,12 @@ class Diverged(ButtressError, ArithmeticError):
 
     curve: Curve = ()
     """Of the steps that went before."""
+    looks: Mapping[str, list[tuple[int, float]]] = MappingProxyType({})
+    """What was seen on the way."""
 
     def record(self, run: Run) -> Record:
-        return Record(run, "failed", curve=self.curve, error=f"{type(self).__name__}: {self}")
+        error = f"{type(self).__name__}: {self}"
+        return Record(run, "failed", curve=self.curve, error=error, looks=dict(self.looks))
 
 
 class Trainer:
@@ -51,13 +55,9 @@ class Trainer:
     def __init__(
         self, run: Run, task: Task, device: torch.device, *, compiled: bool = False, team: Team = ALONE
     ) -> None:
-        if run.batch % (team.size * run.accumulate):
-            raise ConfigError(
-                f"a batch of {run.batch} does not divide among {team.size} processes in {run.accumulate} pieces each: "
-                "choose a multiple of both"
-            )
         self.run, self.task, self.device, self.team = run, task.at(run), device, team
         task = self.task
+        _check(run, task, team)
         self.model = model_of(run, task, device)
         self.params = sum(p.numel() for p in self.model.parameters())
         self.macs = cost(self.model, task.example(device)).macs
@@ -98,7 +98,12 @@ class Trainer:
         """Steps since the last time that there was no graph: kernels are compiled in them, which a capture forbids."""
         self.changes = torch.zeros(run.steps, device=device)
         with _matmuls(run):
-            self.probe = Probe(self.model, task, device) if run.probe else None
+            self.probe = Probe(self.model, task, device, team) if run.probe else None
+
+    @property
+    def count(self) -> int:
+        """Examples of a step: a batch, or all there are where that is less."""
+        return len(self.places)
 
     def advance(self, until: int) -> None:
         """Train up to, but not including, step `until`."""
@@ -135,7 +140,7 @@ class Trainer:
         batches = self.order.view(self.per_epoch, -1)[first:].tolist()
         # A batch's chances depend on its step alone, so they are the same when a run goes on in the middle.
         wanted = [((self.run.seed, self.step + i), batch) for i, batch in enumerate(batches)]
-        self.task.follow(wanted, self.team.mine(len(self.places)))
+        self.task.follow(wanted, self.team.mine(self.count))
         self.fed = (epoch + 1) * self.per_epoch
 
     def _once(self) -> None:
@@ -257,7 +262,8 @@ class Trainer:
 
     def look(self) -> dict[str, float]:
         """Sizes of activations, factors and gradients on a few examples of the test set."""
-        x, y = self.team.part(*next(self.task.test(max(self.team.size, PROBED * (1 if self.task.language else 128)))))
+        # The same ones in every process, so that what is seen does not depend on their number.
+        x, y = next(self.task.test(PROBED * (1 if self.task.language else 128)))
 
         def loss() -> Tensor:
             with self._autocast():
@@ -355,10 +361,11 @@ class Trainer:
 
     def blame(self, state: tuple[int, dict[str, Tensor], Tensor]) -> Diverged:
         """Repeat the steps since `state`, to find the first layer whose output is no number."""
+        end = self.step
         self.go_back(state)
         advice = f"Try a smaller lr than {self.run.lr:g}"
         with torch.compiler.set_stance("force_eager"):
-            while self.step < self.run.steps:
+            while self.step < end:
                 found = self._look()
                 # All processes must stop at the same step, whichever of them saw it.
                 if self.team.sum(torch.tensor(float(bool(found)), device=self.device)):
@@ -384,7 +391,7 @@ class Trainer:
             self._feed()
         leaves = [(n, m) for n, m in self.model.named_modules() if not any(m.children())]
         handles = [m.register_forward_hook(hook(n)) for n, m in leaves]
-        with self.team.evaluating(self.model):
+        with _matmuls(self.run), self.team.evaluating(self.model):
             loss, _ = self.loss(*self.batch())
         for handle in handles:
             handle.remove()
@@ -400,8 +407,8 @@ class Probe:
 
     COUNT = 1024
 
-    def __init__(self, model: nn.Module, task: Task, device: torch.device) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, task: Task, device: torch.device, team: Team) -> None:
+        self.model, self.team = model, team
         self.x = next(task.test(self.COUNT))[0]
         self.made = torch.zeros((), device=device)
         model.get_submodule("blocks").register_forward_hook(self._keep)
@@ -410,9 +417,9 @@ class Probe:
     def _keep(self, module: nn.Module, given: object, made: Tensor) -> None:
         self.made = made.detach()
 
-    @torch.no_grad()
     def _features(self) -> Tensor:
-        self.model(self.x)
+        with self.team.evaluating(self.model):
+            self.model(self.x)
         return self.made.flatten(1).float()
 
     def change(self) -> Tensor:
@@ -421,6 +428,22 @@ class Probe:
         moved = (now - self.before).square().mean(1).sqrt().mean()
         self.before.copy_(now)
         return moved
+
+
+def _check(run: Run, task: Task, team: Team) -> None:
+    """Refuse what a run cannot be."""
+    if task.language and (run.model != "gpt" or run.smoothing or run.mixup or run.probe):
+        raise ConfigError(
+            f"text is read by model=gpt, without smoothing, mixup and probe, but this run has model={run.model}, "
+            f"smoothing={run.smoothing:g}, mixup={run.mixup:g}, probe={run.probe}"
+        )
+    batch = min(run.batch, task.epoch or run.batch)
+    if batch % (team.size * run.accumulate):
+        fewer = "" if batch == run.batch else f", which is all there is of {task.name},"
+        raise ConfigError(
+            f"a batch of {batch}{fewer} does not divide among {team.size} processes in {run.accumulate} pieces each: "
+            "choose a batch that is a multiple of both"
+        )
 
 
 def _optimizer(run: Run, model: nn.Module, task: Task, device: torch.device) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -65,9 +67,19 @@ class ImageNet(Task):
             images,
             batch_sampler=picks,  # type: ignore[arg-type]
             num_workers=workers,
+            multiprocessing_context=_starting() if workers else None,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # or it would draw a number from the one that all share
         )
+
+
+def _starting() -> Any:
+    """How workers are started: by fork, but not beside the threads of a process group, whose locks a fork may copy."""
+    if not dist.is_initialized():
+        return None
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 class _Images(Dataset[tuple[Tensor, int]]):

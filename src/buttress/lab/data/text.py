@@ -58,7 +58,6 @@ class Text(Task):
         self._fingerprint = f"{self.tokens.tokenizer} {hashlib.sha256(sums.encode()).hexdigest()[:12]}"
         self.reach = torch.arange(context + 1, device=self.device)
         self.streams = self.device.type == "cuda" and 4 * len(self.tokens.train) > RESIDENT * _memory(self.device)
-        self.resident = None if self.streams else _resident(folder, self.device)
 
     @property
     def fingerprint(self) -> str:
@@ -73,13 +72,14 @@ class Text(Task):
         return torch.zeros(1, self.context, dtype=torch.long, device=device)
 
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        if self.resident is None:
+        if self.streams:
             # Pinned, so that the copy need not be waited for.
             places = index.cpu().numpy()[:, None] * self.context + np.arange(self.context + 1)
             found = torch.from_numpy(self.tokens.train[places].astype(np.int64)).pin_memory()
             both = found.to(self.device, non_blocking=True)
         else:
-            both = self.resident[index[:, None] * self.context + self.reach].long()
+            resident = _resident(self.tokens.folder, self.fingerprint, self.device)
+            both = resident[index[:, None] * self.context + self.reach].long()
         return both[:, :-1], both[:, 1:]
 
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -93,7 +93,7 @@ class Text(Task):
 
 
 @lru_cache(maxsize=1)  # several runs of a sweep read the same corpus
-def _resident(folder: Path, device: torch.device) -> Tensor:
+def _resident(folder: Path, fingerprint: str, device: torch.device) -> Tensor:
     return torch.from_numpy(read(folder, verify=False).train.astype(np.int32)).to(device)
 
 
