@@ -155,6 +155,24 @@ def test_sentence_transformers(sentences: Path, text: Path, tmp_path: Path) -> N
     assert sum(isinstance(m, bt.StructuredLinear) for m in AutoModel.from_pretrained(tmp_path / "m").modules()) > 0
 
 
+def test_sentence_transformers_loads_what_was_compressed(sentences: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="it is its loader that is tried")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in (path for path in sentences.iterdir() if path.is_file() and path.name != "modules.json"):
+        shutil.copy(path, bare)
+    (bare / "pytorch_model.bin").unlink()
+    library.SentenceTransformer(str(bare), device="cpu").save(str(tmp_path / "dense"))  # which adds mean pooling
+    compress(tmp_path / "dense", tmp_path / "small", 0.6, candidates=["low_rank"])
+    loaded = library.SentenceTransformer(str(tmp_path / "small"), device="cpu")
+    assert any(isinstance(m, bt.StructuredLinear) for m in loaded.modules())
+    model = transformers.AutoModel.from_pretrained(tmp_path / "small", add_pooling_layer=False).eval()
+    words = tokenizer()([sentence(0)], return_tensors="pt")
+    with torch.no_grad():
+        states = model(input_ids=words["input_ids"], attention_mask=words["attention_mask"]).last_hidden_state
+    torch.testing.assert_close(torch.from_numpy(loaded.encode([sentence(0)])), states.mean(1))
+
+
 def test_the_command(sentences: Path, text: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     out = tmp_path / "m"
