@@ -137,9 +137,10 @@ class Trainer:
     def _feed(self) -> None:
         """Tell a task that reads from disk what is wanted for the rest of the epoch."""
         epoch, first = divmod(self.step, self.per_epoch)
-        batches = self.order.view(self.per_epoch, -1)[first:].tolist()
-        # A batch's chances depend on its step alone, so they are the same when a run goes on in the middle.
-        wanted = [((self.run.seed, self.step + i), batch) for i, batch in enumerate(batches)]
+        batches = enumerate(self.order.view(self.per_epoch, -1)[first:], self.step)
+        # A batch's chances depend on its step alone, so they are the same when a run goes on in the middle. One at a
+        # time: a task that need not know is not made to wait for a list of all examples.
+        wanted = (((self.run.seed, step), batch.tolist()) for step, batch in batches)
         self.task.follow(wanted, self.team.mine(self.count))
         self.fed = (epoch + 1) * self.per_epoch
 

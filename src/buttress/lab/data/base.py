@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -66,7 +66,7 @@ class Task(ABC):
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Augmented inputs and targets of the training examples at `index`."""
 
-    def follow(self, batches: Sequence[Batch], mine: slice = slice(None)) -> None:  # noqa: B027  (most need not know)
+    def follow(self, batches: Iterable[Batch], mine: slice = slice(None)) -> None:  # noqa: B027  (most need not know)
         """What is wanted next, where examples are read as training goes on; `draw` is called for each in turn.
 
         Of each batch this process wants the part `mine`; its chances are those that it has in the whole.

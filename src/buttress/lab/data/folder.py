@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class ImageNet(Task):
         self.epoch = len(self.train)
         self.batches: Iterator[tuple[Tensor, Tensor]] = iter(())
 
-    def follow(self, batches: Sequence[Batch], mine: slice = slice(None)) -> None:
+    def follow(self, batches: Iterable[Batch], mine: slice = slice(None)) -> None:
         # A seed of its own for each image, so that it does not matter which worker reads it.
         picks = [
             list(zip(numbers, np.random.SeedSequence(seed).generate_state(len(numbers)).tolist(), strict=True))[mine]
