@@ -3,7 +3,7 @@
     buttress tokens train.txt --val val.txt --out tokens/wiki
     python benchmarks/gpt2_wiki.py --tokens tokens/wiki --text some_of_train.txt --model out/gpt2
 
-Perplexity is that of all of the validation tokens, before, after compression, and after healing. The model is trained
+Perplexity is that of the validation tokens, before, after compression, and after healing. The model is trained
 once and kept in the folder `--model`; compressed ones are put beside it. `--text` is plain text to calibrate and heal
 with.
 """
@@ -70,9 +70,10 @@ def trained(found: tokens_of.Tokens, steps: int, width: int, depth: int, lr: flo
 
 
 @torch.no_grad()
-def perplexity(model: Any, found: tokens_of.Tokens, device: str) -> float:
-    """Of all whole sequences of the validation tokens."""
+def perplexity(model: Any, found: tokens_of.Tokens, device: str, most: int) -> float:
+    """Of whole sequences of the validation tokens, all or so many from all over them."""
     starts = np.arange(0, len(found.val) - CONTEXT, CONTEXT)
+    starts = starts[:: -(-len(starts) // most)] if most else starts
     total, count = 0.0, 0
     for part in np.array_split(starts, max(1, len(starts) // 16)):
         x = batch(found.val, part, device)
@@ -108,6 +109,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--keep", type=float, nargs="*", default=[0.75, 0.5])
     parser.add_argument("--heal", type=int, nargs="*", default=[0, 500])
+    parser.add_argument("--heal-lr", type=float, default=1e-3)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of 256 tokens, to calibrate and heal with")
+    parser.add_argument("--measure", type=int, default=0, help="at most so many validation sequences; all otherwise")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     found = tokens_of.read(given.tokens)
@@ -122,7 +126,7 @@ def main() -> None:
 
     def record(folder: Path, keep: float, heal: int, more: dict[str, object]) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder).to(given.device).eval()
-        value = perplexity(model, found, given.device)
+        value = perplexity(model, found, given.device, given.measure)
         lines.append({"keep": keep, "heal": heal, "perplexity": round(value, 3)} | more)
         print(lines[-1], flush=True)
         save(given.out, lines)
@@ -131,11 +135,14 @@ def main() -> None:
 
     record(given.model, 1.0, 0, {"macs": "", "seconds": ""})
     for keep in given.keep:
+        plan = None  # the first one's is followed by the others
         for heal in given.heal:
             out = given.model.with_name(f"{given.model.name}-{keep}-{heal}")
             done = compress(
-                given.model, out, keep, text=given.text, heal=heal, lr=3e-4, length=256, batch=16, device=given.device
-            )
+                given.model, out, keep, plan=plan, text=given.text, heal=heal, lr=given.heal_lr, length=256,
+                batch=given.batch, device=given.device,
+            )  # fmt: skip
+            plan = done.plan
             macs = sum(r.macs_after for r in done.report.rows)
             record(out, keep, heal, {"macs": macs, "seconds": round(sum(done.seconds.values()), 1)})
 

@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2000, help="sentences to compare")
     parser.add_argument("--calibrate", type=int, default=2000, help="sentences to calibrate with")
     parser.add_argument("--keep", type=float, nargs="*", default=list(KEEP))
+    parser.add_argument("--structures", nargs="*", default=[*KINDS, "mix"], choices=[*KINDS, "mix"])
     parser.add_argument("--heal", type=int, default=0, help="steps of healing")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--sweeps", type=int, default=4)
@@ -191,7 +192,7 @@ def main() -> None:
         save(given.out, lines)
 
     for keep in given.keep:
-        for name in (*KINDS, "mix"):
+        for name in given.structures:
             for way in ("plain", "aware"):
                 model, kept, took = compressed.model(keep, name, way)
                 model.to(given.device)

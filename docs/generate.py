@@ -297,18 +297,21 @@ def language_table() -> str:
         each = r.macs / r.run.context, (r.macs - r.results["head_macs"]) / r.run.context
         costs = (f"{r.params / 1e6:.0f} M", *(f"{macs / 1e6:.1f} M" for macs in each))
         loss = f"{r.results['train_loss']:.3f}", f"{r.results['test_loss']:.3f}"
-        pace = (
-            f"{r.results['seconds']:.0f}",
-            f"{r.results['step_ms']:.0f}",
-            f"{r.results['tokens_per_second'] / 1e3:.0f} k",
-        )
-        used = f"{100 * r.results['mfu']:.1f} %", f"{r.results['peak_gib']:.1f}"
-        rows.append((r.run.structure or "dense", f"{r.run.width}", *costs, *loss, *pace, *used))
+        rows.append((r.run.structure or "dense", f"{r.run.width}", *costs, *loss, f"{r.results['seconds']:.0f}"))
     return table(
-        "structure | width | parameters | MACs a token | without the head's | train loss | validation loss | seconds | "
-        "ms a step | tokens/s | MFU | peak, GiB",
+        "structure | width | parameters | MACs a token | without the head's | train loss | validation loss | seconds",
         rows,
     )
+
+
+def throughput_table() -> str:
+    rows = []
+    for r in runs("gpt2-throughput"):
+        pace = f"{r.results['step_ms']:.0f}", f"{r.results['tokens_per_second'] / 1e3:.0f} k"
+        used = f"{100 * r.results['mfu']:.1f} %", f"{r.results['peak_gib']:.1f}"
+        cost = f"{r.macs / r.run.context / 1e6:.1f} M"
+        rows.append((r.run.structure or "dense", f"{r.run.width}", cost, *pace, *used))
+    return table("structure | width | MACs a token | ms a step | tokens/s | MFU | peak, GiB", rows)
 
 
 def exponents_table() -> str:
@@ -357,7 +360,7 @@ def rates_table() -> str:
 
 
 def minilm_table() -> str:
-    found = record("minilm.csv")
+    found = record("h200/minilm.csv")
     ways = list(dict.fromkeys(r["weights"] for r in found))
     by = {(r["keep"], r["structure"], r["weights"]): r for r in found}
     rows = []
@@ -375,6 +378,7 @@ FIGURES = {
     "cifar_rates.png": lambda: figures.landscape(runs("learning-rates"), published=published.LANDSCAPE),
     "cifar_time.png": lambda: figures.runtime(runs("mlp-scaling")),
     "language.png": lambda: figures.language(runs("gpt2-wiki")),
+    "stability.png": lambda: figures.stability(runs("gpt2-stability")),
 }
 
 TABLES = {
@@ -387,7 +391,7 @@ TABLES = {
         "features": features_table,
         "rates": rates_table,
     },
-    "docs/language.md": {"language": language_table},
+    "docs/language.md": {"language": language_table, "throughput": throughput_table},
     "docs/speed.md": {"layers": layers_table, "goals": goals_table, "decode": decode_table, "gpt2": gpt2_table},
     "README.md": {"speed": short_table},
 }

@@ -92,6 +92,13 @@ def test_half_precision_is_healed_too(dtype: torch.dtype) -> None:
     assert {p.dtype for p in student.parameters()} == {dtype}
 
 
+def test_nothing_is_dropped() -> None:
+    student, teacher = compressed()
+    noisy = nn.Sequential(*copy.deepcopy(student), nn.Dropout(0.5)).train()
+    plain = bt.heal(student, teacher, batch, 20, lr=1e-3)
+    assert bt.heal(noisy, teacher, batch, 20, lr=1e-3) == plain
+
+
 def test_what_goes_wrong_is_told() -> None:
     student, teacher = compressed()
     with pytest.raises(bt.ButtressError, match="went wrong at step 0"):

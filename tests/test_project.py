@@ -529,3 +529,16 @@ def test_a_large_layer_takes_seconds() -> None:
     begin = time.perf_counter()
     bt.project(bt.BTT(rank=16), torch.randn(4096, 4096))
     assert time.perf_counter() - begin < 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("structure", [bt.LowRank(rank=40), bt.Monarch(4), bt.BTT(rank=2), bt.BTT(rank=2, cores=3)])
+def test_a_gpu_finds_the_same(structure: bt.Structure) -> None:
+    weight, inputs = torch.randn(384, 192), torch.randn(1000, 192) * torch.linspace(0.1, 3, 192)
+    known = inputs.T @ inputs / 1000
+    for moments in (None, known):
+        here = bt.project(structure, weight, moments=moments)
+        there = bt.project(structure, weight.cuda(), moments=None if moments is None else moments.cuda())
+        assert {f.device.type for f in there.factors.values()} == {"cuda"}
+        assert there.output_error == pytest.approx(here.output_error, rel=1e-3)

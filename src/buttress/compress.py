@@ -71,7 +71,7 @@ def compress(
     plan: Plan | None = None,
     text: Path | str | None = None,
     heal: int = 0,
-    lr: float = 1e-4,
+    lr: float = 3e-4,
     sweeps: int = 4,
     batch: int = 32,
     length: int = 128,

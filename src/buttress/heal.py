@@ -83,7 +83,7 @@ def heal(
     batches: Callable[[int], Any],
     steps: int,
     *,
-    lr: float = 1e-4,
+    lr: float = 3e-4,
     weight_decay: float = 0.0,
     loss: Loss | None = None,
     run: Callable[[nn.Module, Any], Any] = call,
@@ -98,7 +98,8 @@ def heal(
     `checkpoint`, a file written whole every so many steps, it does. It is refused where models, rates or `label`, which
     may say what the batches are, differ from those it was begun with. The loss is `distance` unless another is given.
     Learning rates are structure-aware (`param_groups`), with a short warm-up and a cosine. Parameters that need no
-    gradient stay as they are. Weights in half precision are trained in float32 and rounded at the end.
+    gradient stay as they are, and so do statistics of batch norms; there is no dropout. Weights in half precision are
+    trained in float32 and rounded at the end.
     """
     loss = loss or distance_for(model)
     about = _fingerprint(model, teacher, f"{lr} {weight_decay} {steps} {label}")
@@ -114,7 +115,7 @@ def heal(
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.is_file():
         losses = _resume(path, model, optimizer, schedule, about)
-    model.train()
+    model.eval()  # trained as it is used: the teacher's answers are certain, and dropout would blur the aim
     try:
         with evaluating(teacher):
             for step in range(len(losses), steps):
@@ -137,7 +138,6 @@ def heal(
                 if path is not None and ((step + 1) % every == 0 or step + 1 == steps):
                     _save(path, _state(model, optimizer, schedule, losses, about))
     finally:
-        model.eval()
         _rounded(model, kinds)
     return losses
 

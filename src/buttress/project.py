@@ -243,7 +243,10 @@ def _places(chain: Chain, flat: Tensor, axes: Axes, wanted: Axes) -> Tensor:
 
 def _truncated_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """blocks ~ (left * root) @ (root * right) with orthonormal left and right; missing terms are zero."""
-    u, s, vh = torch.linalg.svd(blocks, full_matrices=False)
+    # A GPU takes many matrices one after the other, unless both sides are at most this long: the CPU is faster then.
+    slow = blocks.is_cuda and len(blocks) > 1 and max(blocks.shape[1:]) > 32
+    parts = torch.linalg.svd(blocks.cpu() if slow else blocks, full_matrices=False)
+    u, s, vh = (part.to(blocks.device) for part in parts)
     root = s[:, :rank].sqrt()
     missing = rank - root.shape[1]
     return F.pad(u[..., :rank], (0, missing)), F.pad(vh[:, :rank], (0, 0, 0, missing)), F.pad(root, (0, missing))

@@ -371,7 +371,7 @@ def compress(
         Path | None, typer.Option(help="Text, or a folder of images, to choose weights by and measure on.")
     ] = None,
     heal: Annotated[int, typer.Option(min=0, help="Steps of distillation from the original.")] = 0,
-    lr: Annotated[float, typer.Option(help="Learning rate of the healing.")] = 1e-4,
+    lr: Annotated[float, typer.Option(help="Learning rate of the healing.")] = 3e-4,
     device: Device = None,
     as_json: Json = False,
 ) -> None:

@@ -37,7 +37,7 @@ GPT2 = Run(
     precision="bfloat16",
     evaluate=2500,
 )
-WIKI = replace(GPT2, corpus="wiki", batch=128, accumulate=2, warmup=40, steps=400, evaluate=100)
+WIKI = replace(GPT2, corpus="wiki", lr=2e-3, batch=128, accumulate=2, warmup=40, steps=400, evaluate=100)
 
 
 def _dense(run: Run, width: int) -> Run:
@@ -66,7 +66,7 @@ def gpt2_wiki() -> Iterator[Run]:
     """The same at a size for one GPU: dense and BTT in two pairs of about equal MACs, on 26 million tokens.
 
     One to three minutes a run on one H200. The text is a folder of tokens called wiki, from `buttress tokens`. The
-    learning rate is the paper's and was not tuned for so short a training.
+    learning rate is that of the authors' script.
     """
     for narrow, wide in ((384, 1216), (512, 1728)):
         yield _dense(WIKI, narrow)
