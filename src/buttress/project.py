@@ -80,7 +80,8 @@ def project(
         lower = root(moments.to(exact), damping)
         inputs = lower.mT.contiguous()
         tensors = _whitened(chain, exact, lower)
-        tensors = refine(chain, tensors, inputs @ exact.mT, inputs, SWEEPS if sweeps is None else sweeps)
+        if not _one_block(chain):
+            tensors = refine(chain, tensors, inputs @ exact.mT, inputs, SWEEPS if sweeps is None else sweeps)
     tensors = _balance(chain, tensors)
     off = ops.dense(chain, tensors) - exact
     error = _over(off, exact)
@@ -95,12 +96,17 @@ def _over(part: Tensor, whole: Tensor) -> float:
     return float(torch.linalg.norm(part) / torch.linalg.norm(whole).clamp_min(1e-30))
 
 
+def _one_block(chain: Chain) -> bool:
+    """Whether whitening finds the best there is: two factors, and all inputs in one block of the first."""
+    first = chain.factors[0]
+    return len(chain.factors) == 2 and first.blocks == first.shared == 1 and not (chain.window or first.regroup)
+
+
 def _whitened(chain: Chain, exact: Tensor, lower: Tensor) -> list[Tensor]:
     """The nearest where inputs correlate within the first factor's blocks alone, or the plain nearest if better."""
-    plain = _nearest(chain, exact)
     first = chain.factors[0]
     if chain.window or first.regroup:
-        return plain
+        return _nearest(chain, exact)
     pad_in = chain.padding[0]
     order = _on_x(chain, first.batch_axes + first.shared_axes + first.in_axes, exact.device)
     padded = F.pad(lower, (0, pad_in, 0, pad_in))[order]
@@ -115,7 +121,9 @@ def _whitened(chain: Chain, exact: Tensor, lower: Tensor) -> list[Tensor]:
     white[:, order] = torch.einsum("ogsd,gde->ogse", columns, mix).reshape(len(exact), -1)
     tensors = _nearest(chain, white[:, : chain.d_in])
     tensors[0] = torch.linalg.solve_triangular(mix, tensors[0], upper=False, left=False)
-    wanted = exact @ lower
+    if _one_block(chain):
+        return tensors
+    wanted, plain = exact @ lower, _nearest(chain, exact)
     return min((tensors, plain), key=lambda t: _over(ops.dense(chain, t) @ lower - wanted, wanted))
 
 
