@@ -133,18 +133,17 @@ def main() -> None:
         texts.append(f"keep {keep}, healed by {heal} steps\n" + "\n".join(written(model, found, given.device)))
         given.out.with_suffix(".txt").write_text("\n\n".join(texts) + "\n")
 
-    record(given.model, 1.0, 0, {"macs": "", "seconds": ""})
+    record(given.model, 1.0, 0, {"kept": 1.0, "seconds": ""})
     for keep in given.keep:
-        plan = None  # the first one's is followed by the others
+        plan, kept = None, 1.0  # the first one's are the others' too
         for heal in given.heal:
             out = given.model.with_name(f"{given.model.name}-{keep}-{heal}")
             done = compress(
                 given.model, out, keep, plan=plan, text=given.text, heal=heal, lr=given.heal_lr, length=256,
                 batch=given.batch, device=given.device,
             )  # fmt: skip
-            plan = done.plan
-            macs = sum(r.macs_after for r in done.report.rows)
-            record(out, keep, heal, {"macs": macs, "seconds": round(sum(done.seconds.values()), 1)})
+            plan, kept = done.plan, done.budget.kept if done.budget else kept
+            record(out, keep, heal, {"kept": round(kept, 4), "seconds": round(sum(done.seconds.values()), 1)})
 
 
 if __name__ == "__main__":

@@ -74,6 +74,15 @@ def gpt2_wiki() -> Iterator[Run]:
 
 
 @recipe
+def gpt2_rates() -> Iterator[Run]:
+    """Three learning rates for narrow models of gpt2-wiki's kind at half the batch: widths share the best one."""
+    for lr in (6e-4, 2e-3, 6e-3):
+        short = replace(WIKI, lr=lr, batch=64, accumulate=1, evaluate=0)
+        yield _dense(short, 256)
+        yield _btt(short, 512)
+
+
+@recipe
 def gpt2_throughput() -> Iterator[Run]:
     """A few steps each of GPT-2, dense and BTT of the same width and of the same MACs: tokens a second, MFU, memory."""
     # Times are medians of the stretches between looks: with four of them the one that compiles does not count.
