@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import buttress as bt
@@ -121,6 +122,24 @@ def test_text_and_healing_help(gpt2: Path, text: Path, tmp_path: Path) -> None:
     assert found["healed"] < found["aware"]
 
 
+def test_a_healing_that_does_harm_is_undone(gpt2: Path, text: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"text": text, "length": 24}
+    plain = compress(gpt2, tmp_path / "plain", 0.5, **options)
+    assert plain.healed is None
+    assert not plain.undone
+    worse = compress(gpt2, tmp_path / "worse", plan=plain.plan, heal=3, lr=0.1, **options)
+    assert worse.undone
+    assert worse.healed is not None
+    assert worse.healed[1] > worse.healed[0]
+    assert worse.quality == plain.quality
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "worse"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    told = json.loads((tmp_path / "worse" / "buttress-report.json").read_text())
+    assert told["undone"]
+    assert told["healed"] == list(worse.healed)
+
+
 def test_a_healing_goes_on(gpt2: Path, text: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"text": text, "length": 24, "heal": 60, "lr": 1e-3}
     whole = compress(gpt2, tmp_path / "whole", 0.5, **options)
@@ -197,6 +216,10 @@ def test_the_command(sentences: Path, text: Path, tmp_path: Path) -> None:
     done = runner.invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert len(json.loads(done.stdout)["layers"]) == 2
+    harmful = ["--plan", str(tmp_path / "plan.json"), "--calibrate", str(text), "--heal", "3", "--lr", "1"]
+    done = runner.invoke(app, ["compress", str(sentences), "--out", str(tmp_path / "o"), *harmful])
+    assert done.exit_code == 0, done.output
+    assert "was undone: try a smaller --lr than 1" in " ".join(done.output.split())
 
 
 class TestRefused:

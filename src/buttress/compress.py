@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from buttress.budget import Budget, Candidate, Cost, Price, budget, curves
 from buttress.errors import ButtressError, PlanError
 from buttress.folders import new_folder
-from buttress.heal import answer_of
+from buttress.heal import answer_of, apart
 from buttress.heal import heal as run_heal
 from buttress.moments import moments
 from buttress.surgery import Plan, Report, replace_
 
-FEW = 2
-"""Batches on which a layer's effect on the answer is measured."""
+FEW, CHECKED = 2, 8
+"""Batches on which a layer's effect on the answer is measured, and those on which healing must have helped."""
 WEIGHTS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -58,7 +58,14 @@ class Outcome:
     """None where a plan was given."""
     quality: dict[str, tuple[float, float]]
     """By name, before and after; empty where no text was given."""
+    healed: tuple[float, float] | None
+    """How far answers on what was held out were from the original's, before and after healing."""
     seconds: dict[str, float]
+
+    @property
+    def undone(self) -> bool:
+        """Whether healing led away from the original, so that the model is left as it was before."""
+        return self.healed is not None and not self.healed[1] < self.healed[0]
 
 
 def compress(
@@ -84,8 +91,8 @@ def compress(
     Structures and ranks are chosen by `budget` among `candidates`, by MACs or another `cost` (`timed(...)` for one), or
     given by a `plan`. With `text`, a file of plain text or, for timm, a folder of images, weights are chosen for the
     nearest outputs on it (`calibrate` batches of it), quality is measured on a part that nothing else sees, and
-    `heal` steps of distillation follow. The folder is written whole or not at all. A healing that was stopped goes on
-    when the same is asked again.
+    `heal` steps of distillation follow, which are undone if they led away from the original there. The folder is
+    written whole or not at all. A healing that was stopped goes on when the same is asked again.
     """
     source, out, say = Path(source), Path(out), tell or (lambda what, done, of: None)
     if source.resolve() in (out.resolve(), *out.resolve().parents):
@@ -128,12 +135,18 @@ def compress(
         say("projecting", 0, 1)
         report = replace_(model, plan, init="project", moments=inputs or None, sweeps=sweeps if inputs else 0)
         lap("project")
+        healed = None
         if heal and data is not None:
+            held = data.held_out(CHECKED)
+            start, away = copy.deepcopy(model.state_dict()), apart(model, original, held)
             stopped = out.with_name(f".{out.name}.heal.pt")
             run_heal(
                 model, original, data.drawn, heal, lr=lr, checkpoint=stopped, label=data.label,
                 watch=lambda h: say(f"healing, loss {h.loss:.4f}", h.step, h.steps),
             )  # fmt: skip
+            healed = away, apart(model, original, held)
+            if not healed[1] < healed[0]:
+                model.load_state_dict(start)
             lap("heal")
         quality = {} if data is None else data.quality(original, model)
         lap("measure")
@@ -141,10 +154,14 @@ def compress(
         shutil.copytree(source, part, dirs_exist_ok=True, ignore=lambda where, names: _left(own, Path(where), names))
         kind.save(part)
         (part / "buttress-plan.json").write_text(Plan.of(model).to_json() + "\n", encoding="utf-8")
-        summary = {"keep": keep, "quality": quality, "seconds": took, "layers": [asdict(r) for r in report.rows]}
+        outcome = Outcome(plan, report, chosen, quality, healed, took)
+        summary = {
+            "keep": keep, "quality": quality, "healed": healed, "undone": outcome.undone, "seconds": took,
+            "layers": [asdict(r) for r in report.rows],
+        }  # fmt: skip
         (part / "buttress-report.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     out.with_name(f".{out.name}.heal.pt").unlink(missing_ok=True)
-    return Outcome(plan, report, chosen, quality, took)
+    return outcome
 
 
 def _left(own: Path, where: Path, names: list[str]) -> set[str]:
@@ -262,8 +279,8 @@ class Data(ABC):
         """The batch of a step of healing."""
         return self.made(random.Random(step).sample(self.train, min(self.batch, len(self.train))))
 
-    def held_out(self) -> list[Any]:
-        pieces = self.test[: MOST * self.batch]
+    def held_out(self, most: int = MOST) -> list[Any]:
+        pieces = self.test[: most * self.batch]
         return [self.made(pieces[i : i + self.batch]) for i in range(0, len(pieces), self.batch)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,15 @@ def answer_of(answer: Any) -> Tensor:
             f"a {type(answer).__name__} has no logits and no last_hidden_state: give a loss of your own"
         )
     return found
+
+
+@torch.no_grad()
+def apart(model: nn.Module, teacher: nn.Module, batches: Iterable[Any]) -> float:
+    """How far a model's answers are from another's, by `distance`: the mean over batches."""
+    loss = distance_for(model)
+    with evaluating(teacher), evaluating(model):
+        found = [float(loss(call(model, batch), call(teacher, batch), batch)) for batch in batches]
+    return sum(found) / len(found)
 
 
 def heal(

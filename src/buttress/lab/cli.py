@@ -403,6 +403,11 @@ def compress(
     print(found.report)
     for name, (before, after) in found.quality.items():
         print(f"{name}: {before:.4g} before, {after:.4g} after")
+    if found.healed and found.undone:
+        print(
+            "healing led away from the original's answers, {:.4g} before and {:.4g} after, and was undone: "
+            "try a smaller --lr than {:g}, or more steps".format(*found.healed, lr)
+        )
     if not found.quality:
         print("quality was not measured: give text with --calibrate")
     console.print(f"kept in {out}, with the plan in buttress-plan.json", highlight=False)
