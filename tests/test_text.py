@@ -387,6 +387,9 @@ class TestTrace:
         assert all(p.grad is None for p in trainer.model.parameters())
         kept = trace.summary(seen)
         assert kept["largest factor"] == max(v for n, v in seen.items() if n.startswith("factor/"))
+        outputs = [v for n, v in seen.items() if n.startswith("output/")]
+        assert len(outputs) == 6 * 2 + 1
+        assert kept["median output"] == sorted(outputs)[6]
         assert len([n for n in kept if n.startswith("activation/")]) == 4
 
     def test_looking_changes_nothing(self, data: Path) -> None:

@@ -270,11 +270,13 @@ def language(records: Iterable[Record]) -> Figure | None:
 
 
 def stability(records: Iterable[Record]) -> Figure | None:
-    """The largest RMS among all blocks' outputs and the training loss, against step, one line a run."""
+    """The largest RMS among all blocks' outputs, that of a layer's own output, and the training loss, against step."""
     traced = [r for r in records if any(name.startswith("activation/") for name in r.looks)]
     if not traced:
         return None
-    figure, (sizes, losses) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    own = any("median output" in r.looks for r in traced)
+    figure, panels = plt.subplots(1, 3 if own else 2, figsize=(12 if own else 9, 3.8), layout="constrained")
+    sizes, losses = panels[0], panels[-1]
     names = _ordered(map(label, traced))
     rates = sorted({r.run.lr for r in traced})
     for r in sorted(traced, key=lambda r: (names.index(label(r)), r.run.lr)):
@@ -288,9 +290,15 @@ def stability(records: Iterable[Record]) -> Figure | None:
         text = label(r) + (f", lr {r.run.lr:g}" if len(rates) > 1 else "")
         sizes.plot(steps, [max(pairs[i][1] for pairs in seen) for i in range(len(steps))], label=text, **style)
         losses.plot([s for s, _, _ in r.curve], [loss for _, loss, _ in r.curve], **style)
+        if "median output" in r.looks:
+            # Before the first step most layers make nothing: they start at zero.
+            pairs = [pair for pair in r.looks["median output"] if pair[1] > 0]
+            panels[1].plot([step for step, _ in pairs], [size for _, size in pairs], **style)
     sizes.set(xlabel="step", ylabel="largest RMS of a block's output", yscale="log")
     losses.set(xlabel="step", ylabel="training loss")
-    for panel in (sizes, losses):
+    if own:
+        panels[1].set(xlabel="step", ylabel="median RMS of what a layer makes", yscale="log")
+    for panel in panels:
         panel.grid(alpha=0.3, which="both")
     _legend(sizes)
     return figure

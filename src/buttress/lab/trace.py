@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ ROUNDS = 10
 def look(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, float]:
     """Numbers by name, from one forward and backward pass of `loss`, which leaves no gradient behind.
 
-    "activation/<block>": RMS of a block's output. "factor/<name>": RMS of a factor, in units of what it started with;
+    "activation/<block>": RMS of a block's output, of a residual block the sum of it and all before it. "output/<name>":
+    that of what a linear layer makes. "factor/<name>": RMS of a factor, in units of what it started with;
     "spectral/<name>": the largest singular value of its slices; of a dense weight likewise. "gain/<name>": of weight
     normalisation. "gradient/<name>": norm of a parameter's gradient. One number of each is sent to the host, together.
     """
@@ -25,14 +27,13 @@ def look(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, float]:
 
     def hook(name: str) -> Callable[..., None]:
         def keep(module: nn.Module, given: Any, made: Tensor) -> None:
-            seen[f"activation/{name}"] = _rms(made.detach())
+            seen[name] = _rms(made.detach())
 
         return keep
 
-    handles = [
-        block.register_forward_hook(hook(f"blocks.{i}"))
-        for i, block in enumerate(model.get_submodule("blocks").children())
-    ]
+    blocks = model.get_submodule("blocks").children()
+    handles = [block.register_forward_hook(hook(f"activation/blocks.{i}")) for i, block in enumerate(blocks)]
+    handles += [layer.register_forward_hook(hook(f"output/{name}")) for name, layer in _layers(model)]
     try:
         loss().backward()
     finally:
@@ -53,12 +54,17 @@ def look(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, float]:
 
 
 def summary(numbers: Mapping[str, float]) -> dict[str, float]:
-    """What a record keeps of a look: every activation, and of the rest the largest, gradients together."""
+    """What a record keeps of a look: every activation, and of the rest the largest, gradients together.
+
+    Of the layers' outputs the median, too.
+    """
     kept = {name: value for name, value in numbers.items() if name.startswith("activation/")}
-    for kind in ("factor", "spectral", "gain"):
+    for kind in ("output", "factor", "spectral", "gain"):
         found = [value for name, value in numbers.items() if name.startswith(f"{kind}/")]
         if found:
             kept[f"largest {kind}"] = max(found)
+            if kind == "output":
+                kept[f"median {kind}"] = median(found)
     kept["gradient"] = sum(v**2 for n, v in numbers.items() if n.startswith("gradient/")) ** 0.5
     return kept
 
@@ -73,14 +79,20 @@ def spectral(weight: Tensor) -> Tensor:
     return (w @ x).norm(dim=-2).max()
 
 
+def _layers(model: nn.Module) -> Iterator[tuple[str, StructuredLinear | nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, StructuredLinear | nn.Linear):
+            yield name, module
+
+
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor, float]]:
     """Factors and dense weights, with the scale that each starts with."""
-    for name, module in model.named_modules():
-        if isinstance(module, StructuredLinear):
-            for factor in module.chain.factors:
-                yield f"{name}.{factor.name}", whole(module.factors[factor.name]), init_std(factor)
-        elif isinstance(module, nn.Linear):
-            yield name, whole(module.weight), module.in_features**-0.5
+    for name, layer in _layers(model):
+        if isinstance(layer, nn.Linear):
+            yield name, whole(layer.weight), layer.in_features**-0.5
+        else:
+            for factor in layer.chain.factors:
+                yield f"{name}.{factor.name}", whole(layer.factors[factor.name]), init_std(factor)
 
 
 def whole(t: Tensor) -> Tensor:
