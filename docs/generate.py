@@ -372,6 +372,14 @@ def minilm_table() -> str:
     return table("asked | structure | kept | " + " | ".join(ways), rows)
 
 
+def gpt2_wiki_table() -> str:
+    rows = [
+        (f"{float(r['kept']):.0%}", r["heal"], f"{float(r['perplexity']):.1f}", f"{float(r['seconds'] or 0):.0f}")
+        for r in record("gpt2_wiki.csv")
+    ]
+    return table("kept MACs | steps of healing | perplexity | seconds", rows)
+
+
 FIGURES = {
     "cifar_train.png": lambda: figures.scaling(runs("mlp-scaling"), published=published.TRAIN_ERROR),
     "cifar_updates.png": lambda: figures.feature_updates(runs("feature-updates"), published.FEATURE_UPDATES),
@@ -382,7 +390,7 @@ FIGURES = {
 }
 
 TABLES = {
-    "docs/pretrained.md": {"minilm": minilm_table},
+    "docs/pretrained.md": {"minilm": minilm_table, "gpt2_wiki": gpt2_wiki_table},
     "docs/cifar.md": {
         "cifar": cifar_table,
         "exponents": exponents_table,
