@@ -133,7 +133,7 @@ def main() -> None:
         texts.append(f"keep {keep}, healed by {heal} steps\n" + "\n".join(written(model, found, given.device)))
         given.out.with_suffix(".txt").write_text("\n\n".join(texts) + "\n")
 
-    record(given.model, 1.0, 0, {"kept": 1.0, "seconds": ""})
+    record(given.model, 1.0, 0, {"kept": 1.0, "undone": "", "seconds": ""})
     for keep in given.keep:
         plan, kept = None, 1.0  # the first one's are the others' too
         for heal in given.heal:
@@ -143,7 +143,8 @@ def main() -> None:
                 batch=given.batch, device=given.device,
             )  # fmt: skip
             plan, kept = done.plan, done.budget.kept if done.budget else kept
-            record(out, keep, heal, {"kept": round(kept, 4), "seconds": round(sum(done.seconds.values()), 1)})
+            seconds = round(sum(done.seconds.values()), 1)
+            record(out, keep, heal, {"kept": round(kept, 4), "undone": done.undone if heal else "", "seconds": seconds})
 
 
 if __name__ == "__main__":

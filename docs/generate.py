@@ -374,7 +374,12 @@ def minilm_table() -> str:
 
 def gpt2_wiki_table() -> str:
     rows = [
-        (f"{float(r['kept']):.0%}", r["heal"], f"{float(r['perplexity']):.1f}", f"{float(r['seconds'] or 0):.0f}")
+        (
+            f"{float(r['kept']):.0%}",
+            r["heal"] + (", undone" if r["undone"] == "True" else ""),
+            f"{float(r['perplexity']):.1f}",
+            f"{float(r['seconds'] or 0):.0f}",
+        )
         for r in record("gpt2_wiki.csv")
     ]
     return table("kept MACs | steps of healing | perplexity | seconds", rows)
