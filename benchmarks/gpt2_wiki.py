@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--keep", type=float, nargs="*", default=[0.75, 0.5])
     parser.add_argument("--heal", type=int, nargs="*", default=[0, 500])
-    parser.add_argument("--heal-lr", type=float, default=1e-3)
+    parser.add_argument("--heal-lr", type=float, default=1e-4)
     parser.add_argument("--batch", type=int, default=16, help="sequences of 256 tokens, to calibrate and heal with")
     parser.add_argument("--measure", type=int, default=0, help="at most so many validation sequences; all otherwise")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

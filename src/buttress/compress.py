@@ -65,7 +65,11 @@ class Outcome:
     @property
     def undone(self) -> bool:
         """Whether healing led away from the original, so that the model is left as it was before."""
-        return self.healed is not None and not self.healed[1] < self.healed[0]
+        return self.healed is not None and _harmful(*self.healed)
+
+
+def _harmful(before: float, after: float) -> bool:
+    return not after < before
 
 
 def compress(
@@ -145,7 +149,7 @@ def compress(
                 watch=lambda h: say(f"healing, loss {h.loss:.4f}", h.step, h.steps),
             )  # fmt: skip
             healed = away, apart(model, original, held)
-            if not healed[1] < healed[0]:
+            if _harmful(*healed):
                 model.load_state_dict(start)
             lap("heal")
         quality = {} if data is None else data.quality(original, model)

@@ -63,8 +63,7 @@ def summary(numbers: Mapping[str, float]) -> dict[str, float]:
         found = [value for name, value in numbers.items() if name.startswith(f"{kind}/")]
         if found:
             kept[f"largest {kind}"] = max(found)
-            if kind == "output":
-                kept[f"median {kind}"] = median(found)
+    kept["median output"] = median(value for name, value in numbers.items() if name.startswith("output/"))
     kept["gradient"] = sum(v**2 for n, v in numbers.items() if n.startswith("gradient/")) ** 0.5
     return kept
 
