@@ -304,6 +304,31 @@ def language_table() -> str:
     )
 
 
+def language_rates_table() -> str:
+    found = {(r.run.structure, r.run.width, r.run.lr): r.results["test_loss"] for r in runs("gpt2-rates")}
+    rates = sorted({lr for *_, lr in found})
+    rows = [
+        (structure or "dense", f"{width}", *(f"{found[structure, width, lr]:.3f}" for lr in rates))
+        for structure, width in sorted({(s, w) for s, w, _ in found})
+    ]
+    return table("structure | width | " + " | ".join(f"lr {lr:g}" for lr in rates), rows)
+
+
+def stability_table() -> str:
+    rows = []
+    for r in sorted(runs("gpt2-stability"), key=lambda r: (r.run.lr, r.run.normalize)):
+        blocks = [seen for name, seen in r.looks.items() if name.startswith("activation/")]
+        largest = [max(value for _, value in at) for at in zip(*blocks, strict=True)]
+        sizes = (max(largest), largest[-1], r.looks["median output"][-1][1])
+        cells = (f"{size:,.0f}" if size >= 10 else f"{size:.2f}" for size in sizes)
+        weights = "yes" if r.run.normalize else "no"
+        rows.append((f"{r.run.lr:g}", weights, *cells, f"{r.results['test_loss']:.3f}"))
+    return table(
+        "lr | normalised | largest RMS of a block's output | at the end | median layer's, at the end | validation loss",
+        rows,
+    )
+
+
 def throughput_table() -> str:
     rows = []
     for r in runs("gpt2-throughput"):
@@ -404,7 +429,12 @@ TABLES = {
         "features": features_table,
         "rates": rates_table,
     },
-    "docs/language.md": {"language": language_table, "throughput": throughput_table},
+    "docs/language.md": {
+        "language": language_table,
+        "language_rates": language_rates_table,
+        "throughput": throughput_table,
+        "stability": stability_table,
+    },
     "docs/speed.md": {"layers": layers_table, "goals": goals_table, "decode": decode_table, "gpt2": gpt2_table},
     "README.md": {"speed": short_table},
 }

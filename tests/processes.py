@@ -16,7 +16,6 @@ from buttress.lab.config import Run
 HERE = Path(__file__).parent
 ENV = os.environ | {
     "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore",
     # What conftest.py does for the tests' own process.
     "PYTHONPATH": os.pathsep.join((str(HERE / "beside_cpu_torch"), os.environ.get("PYTHONPATH", ""))),
@@ -31,12 +30,21 @@ def training(run: Run, runs: Path, data: Path, way: str = "ddp") -> list[str]:
 
 
 def torchrun(
-    *what: str, restarts: int = 0, seconds: float = 180, meanwhile: Callable[[int], None] = lambda agent: None
+    *what: str,
+    count: int = 2,
+    gpus: str = "",
+    restarts: int = 0,
+    seconds: float = 180,
+    meanwhile: Callable[[int], None] = lambda agent: None,
 ) -> tuple[int, str]:
-    """Start two processes; how they ended, and what they said. `meanwhile` is given the id of their parent."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node=2"]
+    """Start processes that see these GPUs; how they ended, and what they said.
+
+    `meanwhile` is given the id of their parent.
+    """
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={count}"]
     command = [sys.executable, *launch, f"--max-restarts={restarts}", *what]
-    job = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = ENV | {"CUDA_VISIBLE_DEVICES": gpus}
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         meanwhile(job.pid)
         out, _ = job.communicate(timeout=seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,6 +224,23 @@ def test_time_as_a_cost() -> None:
     assert [c.structure for c in found] == ["dense", "btt"]
     with pytest.raises(bt.ButtressError, match="nothing near"):
         price(None, 3, 5)
+
+
+def test_time_measured_now() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8))
+    found = bt.curves(model, cost=bt.timed(64, device="cpu"), candidates=[bt.Monarch(32)])
+    assert found["0"][0].structure == "dense"
+    assert all(0 < c.cost_after <= c.cost_before for c in found["0"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_time_measured_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8, bias=False)).cuda()
+    found = bt.curves(model, cost=bt.timed(16384, device="cuda"), candidates=[bt.BTT()])["0"]
+    assert [c.structure for c in found] == ["dense", "btt"]
+    assert found[1].cost_after < found[1].cost_before / 2
 
 
 @pytest.mark.parametrize("name", list(bt.structures()))

@@ -111,6 +111,17 @@ def test_a_language_model(gpt2: Path, text: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu(gpt2: Path, text: Path, tmp_path: Path) -> None:
+    plan = compress(gpt2, tmp_path / "plan", 0.6, text=text, length=24).plan
+    here, there = (
+        compress(gpt2, tmp_path / device, plan=plan, text=text, length=24, heal=40, lr=1e-3, device=device)
+        for device in ("cpu", "cuda")
+    )
+    assert there.quality["perplexity"] == pytest.approx(here.quality["perplexity"], rel=5e-3)
+
+
 def test_text_and_healing_help(gpt2: Path, text: Path, tmp_path: Path) -> None:
     plan = compress(gpt2, tmp_path / "aware", 0.3, text=text, length=24).plan
     found = {

@@ -23,6 +23,7 @@ from buttress.lab import checkpoints, trace
 from buttress.lab.build import groups_of
 from buttress.lab.config import ConfigError, Run
 from buttress.lab.data import DataError, load
+from buttress.lab.data import text as text_task
 from buttress.lab.models import GPT, gpt
 from buttress.lab.records import Record, Store
 from buttress.lab.sample import sample
@@ -486,3 +487,41 @@ class TestTeams:
             assert record.status == "done"
             losses = ([loss for _, loss, _ in r.curve] for r in (record, whole))
             assert next(losses) == pytest.approx(next(losses), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestOnTheGpu:
+    RUN = replace(RUN, steps=60, evaluate=30, trace=30, width=64, base_width=64, precision="bfloat16")
+
+    def agree(self, mine: Record, theirs: Record) -> None:
+        assert mine.status == theirs.status == "done"
+        for one, other in zip(mine.curve, theirs.curve, strict=True):
+            assert one[:2] == pytest.approx(other[:2], rel=1e-2)
+        assert mine.results["test_loss"] == pytest.approx(theirs.results["test_loss"], rel=1e-2)
+        assert mine.looks.keys() == theirs.looks.keys()
+
+    def test_text_read_from_disk(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Launched by Python, and still the run that a graph replays from what lies on the device."""
+        kept = train(self.RUN, device="cuda", data=data)
+        monkeypatch.setattr(text_task, "RESIDENT", 0)
+        assert load("text", folder=data, device=torch.device("cuda")).at(self.RUN).streams
+        self.agree(train(self.RUN, device="cuda", data=data), kept)
+
+    def test_a_gpu_by_its_number(self, data: Path, tmp_path: Path) -> None:
+        """In a process that has not touched it yet."""
+        command = [sys.executable, *training(self.RUN, tmp_path, data), "--device", "cuda:0"]
+        subprocess.run(command, check=True, timeout=120)
+
+    @pytest.mark.parametrize("way", ["ddp", "fsdp"])
+    def test_processes(self, data: Path, tmp_path: Path, way: str) -> None:
+        """NCCL, DTensor and the kernels; on two GPUs where there are two, else one process with all of that."""
+        count = min(2, torch.cuda.device_count())
+        store = Store(tmp_path)
+        gpus = ",".join(map(str, range(count)))
+        status, out = torchrun(*training(self.RUN, store.folder, data, way), count=count, gpus=gpus)
+        assert status == 0, out
+        record = store.get(self.RUN)
+        assert record is not None
+        assert record.made_on["device"] == torch.cuda.get_device_name()
+        self.agree(record, train(self.RUN, device="cuda", data=data))

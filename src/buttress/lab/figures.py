@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from buttress.lab.analysis import Point, fit
 from buttress.lab.analysis.fits import FitError
@@ -263,7 +264,11 @@ def language(records: Iterable[Record]) -> Figure | None:
             for x, y, width in known:
                 axis.annotate(f"{width}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
         axis.set(xlabel=text, xscale="log")
-        axis.grid(alpha=0.3, which="both")
+        axis.margins(x=0.12, y=0.08)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.xaxis.set_major_formatter(EngFormatter())
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation loss (nats a token)")
     _legend(axes[0], "numbers: width")
     return figure
@@ -289,7 +294,9 @@ def stability(records: Iterable[Record]) -> Figure | None:
         steps = [step for step, _ in seen[0]]
         text = label(r) + (f", lr {r.run.lr:g}" if len(rates) > 1 else "")
         sizes.plot(steps, [max(pairs[i][1] for pairs in seen) for i in range(len(steps))], label=text, **style)
-        losses.plot([s for s, _, _ in r.curve], [loss for _, loss, _ in r.curve], **style)
+        # Of its first tenth, in which all fall alike, the loss would leave no room for the rest.
+        late = [(step, loss) for step, loss, _ in r.curve if 10 * step >= r.run.steps]
+        losses.plot([step for step, _ in late], [loss for _, loss in late], **style)
         if "median output" in r.looks:
             # Before the first step most layers make nothing: they start at zero.
             pairs = [pair for pair in r.looks["median output"] if pair[1] > 0]

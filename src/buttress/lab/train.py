@@ -101,6 +101,7 @@ def _train(
     team: Team,
 ) -> Record:
     if where.type == "cuda":
+        torch.cuda.init()  # which comes by itself for "cuda", but not for "cuda:0"
         torch.cuda.reset_peak_memory_stats(where)
     task = data if isinstance(data, Task) else load(run.task, where, data)
     trainer = Trainer(run, task, where, compiled=compiled, team=team)

@@ -66,6 +66,7 @@ def graph_ms(function: Callable[[], object], device: torch.device, budget: float
     return time_ms(graph.replay, device, budget)
 
 
+@torch.enable_grad()  # projection asks for prices where there are no gradients
 def times(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
     """Forward, and forward with backward, from a graph and as launched by Python."""
     leaf = x.detach().requires_grad_()
@@ -122,6 +123,7 @@ def measure_linear(d_in: int, d_out: int, x: Tensor) -> Times:
     return times(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
 
 
+@torch.enable_grad()
 def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> tuning.Tuning:
     """The fastest of the ways to launch the kernels that are tried."""
     leaf = x.detach().requires_grad_()
