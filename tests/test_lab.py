@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +22,7 @@ import pytest
 import torch
 
 import buttress as bt
+import buttress.lab.sweep as sweeps
 from buttress.lab import checkpoints
 from buttress.lab.build import groups_of, model_of
 from buttress.lab.config import ConfigError, Run, with_fields
@@ -421,6 +424,16 @@ class TestTraining:
         with pytest.raises(bt.ButtressError, match="remove its folder to run it again"):
             store.get(run)
 
+    def test_a_disk_without_locks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        fcntl = pytest.importorskip("fcntl", reason="this system has no such locks")
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(bt.ButtressError, match="cannot be locked, and two processes must not train one run"):
+            train(SMALL, store=Store(tmp_path), device="cpu")
+
 
 class TestSweep:
     def test_runs_are_skipped_recorded_and_survive_each_other(self, tmp_path: Path) -> None:
@@ -465,6 +478,58 @@ class TestSweep:
 
         with pytest.raises(RuntimeError, match="fell over"):
             sweep([replace(SMALL, steps=20)], Store(tmp_path), device="cpu", listen=listen)
+
+    def test_sweeps_share_a_store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As the tasks of a SLURM job do: each run is trained once, and each sweep ends with all records."""
+        monkeypatch.setattr(sweeps, "HELD", 0.1)
+        (tmp_path / "sitecustomize.py").write_text(
+            "import sys\n"
+            "if 'buttress.lab.sweep' in ' '.join(sys.orig_argv):\n"
+            "    import buttress.lab.train as t\n"
+            "    whole = t.Trainer.__init__\n"
+            "    def init(self, run, *a, **k):\n"
+            f"        open({str(tmp_path / 'trained')!r}, 'a').write(run.key + '\\n')\n"
+            "        whole(self, run, *a, **k)\n"
+            "    t.Trainer.__init__ = init\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        runs = [replace(SMALL, steps=40, seed=s) for s in range(6)]
+        runs.append(replace(SMALL, lr=1e9, optimizer="sgd", schedule="constant"))
+        news: dict[int, list[News]] = {0: [], 1: [], 2: []}
+        found: dict[int, list[Record]] = {}
+
+        def one(i: int) -> None:
+            found[i] = sweep(runs, Store(tmp_path / "runs"), device="cpu", listen=news[i].append)
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in news]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert found[0] == found[1] == found[2]
+        assert [r.status for r in found[0]] == ["done"] * 6 + ["failed"]
+        keys = sorted(r.key for r in runs)
+        assert sorted((tmp_path / "trained").read_text().split()) == keys
+        for told in news.values():
+            assert sorted(n.run.key for n in told if n.record is not None) == keys
+
+    def test_what_a_killed_sweep_held_is_taken_up_by_another(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sweeps, "HELD", 0.1)
+        run = replace(SMALL, steps=40)
+        told: list[News] = []
+        with Store(tmp_path).lock(run) as mine:  # as a sweep on another machine has it
+            assert mine
+            thread = threading.Thread(
+                target=lambda: sweep([run], Store(tmp_path), device="cpu", listen=told.append), daemon=True
+            )
+            thread.start()
+            thread.join(1)
+            assert thread.is_alive()
+            assert not told
+        thread.join(60)
+        assert [n.record.status for n in told if n.record is not None] == ["done"]
 
     def test_a_killed_sweep_leaves_nothing_running_and_goes_on(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "buttress.lab.cli", "sweep", "digits", "steps=3000", "width=16", "--runs"]

@@ -201,9 +201,11 @@ class TestRay:
     def test_waiting_has_an_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "PATIENCE", 0.1)
         store = Store(tmp_path)
+        mark, desk = tmp_path / "mark", engine._desk()
+        mark.touch()
         with store.lock(SMALL):
-            engine._wait(store, SMALL)
-            record = Job("cpu").train(SMALL, store, 1, lambda progress: None)
+            record = Record.from_json(engine._train(SMALL.to_json(), Job("cpu"), mark, desk, 1.0, 0.0, 1))
+        ray.kill(desk)
         assert record.status == "failed"
         assert "another process is training this run" in record.error
 
@@ -284,6 +286,7 @@ def test_a_ray_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.usefixtures("settings")
 def test_runs_share_a_gpu(tmp_path: Path) -> None:
     records = sweep([replace(SMALL, seed=s) for s in range(4)], Store(tmp_path), on=Ray(gpus=0.25))

@@ -24,7 +24,7 @@ import torch
 
 from buttress import MissingExtraError
 from buttress.lab.config import ConfigError, Run
-from buttress.lab.records import Record, Store, write_text
+from buttress.lab.records import Held, Record, Store, write_text
 from buttress.lab.sweep import BETWEEN, LAST_LINES, Engine, Job, Listener, News, keep
 from buttress.lab.train import Progress
 
@@ -166,7 +166,10 @@ def _train(text: str, job: Job, mark: Path, desk: Any, cpus: float, gpus: float,
     if store is not None:
         _wait(store, run)
     at_once = min(most, _at_once(cpus, gpus))
-    return job.train(run, store, at_once, lambda progress: desk.put.remote(run.key, vars(progress))).to_json()
+    try:
+        return job.train(run, store, at_once, lambda progress: desk.put.remote(run.key, vars(progress))).to_json()
+    except Held as error:
+        return Record(run, "failed", error=str(error)).to_json()
 
 
 def _wait(store: Store, run: Run) -> None:

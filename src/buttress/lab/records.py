@@ -69,6 +69,10 @@ def machine(device: torch.device) -> dict[str, str]:
     }
 
 
+class Held(ButtressError):
+    """Another process is training the run."""
+
+
 class Store:
     """A folder of runs, one subfolder a key. Whatever is written is written whole or not at all.
 
@@ -92,6 +96,11 @@ class Store:
         write_text(path, record.to_json() + "\n")
         return path
 
+    def written(self, run: Run) -> int:
+        """When its record was last put here, in nanoseconds; 0 if it never was."""
+        path = self.place(run) / "record.json"
+        return path.stat().st_mtime_ns if path.is_file() else 0
+
     @contextmanager
     def lock(self, run: Run) -> Iterator[bool]:
         """Whether this process may work on a run; another that does holds the lock until it ends, however that is."""
@@ -107,6 +116,11 @@ class Store:
             except BlockingIOError:
                 yield False
                 return
+            except OSError as error:
+                raise ButtressError(
+                    f"{place / 'lock'} cannot be locked, and two processes must not train one run: {error}. Some "
+                    "shared disks have no locks, or only if they are mounted so: ask for flock, or keep runs elsewhere"
+                ) from error
             yield True
 
     def __iter__(self) -> Iterator[Record]:

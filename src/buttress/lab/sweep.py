@@ -3,8 +3,8 @@
 What a sweep is stands here once; where its runs are trained is the affair of an engine. The one below is `Local`: runs
 go to worker processes, several at a time where they are small. A worker is told its runs one line at a time, so that
 starting Python and torch is paid once; if it dies, the run that it had is recorded as failed and another takes its
-place. `lab/ray.py` is the engine of many machines. Killing everything loses no more than what was done since the last
-checkpoints.
+place. Several sweeps can share a store, on one machine or many: a run that one of them trains is left to it.
+`lab/ray.py` is the engine of a cluster. Killing everything loses no more than what was done since the last checkpoints.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Queue
+from typing import Any
 
 import torch
 
 from buttress.lab.config import Run
 from buttress.lab.data import Task, load
 from buttress.lab.logs import Lines
-from buttress.lab.records import Record, Store
+from buttress.lab.records import Held, Record, Store
 from buttress.lab.train import Progress, Watch, device_of, train
 from buttress.lab.trainer import Diverged
 
@@ -36,6 +37,8 @@ LAST_LINES = 12
 """Lines of a dead worker's error output that go into its run's record."""
 BETWEEN = 0.5
 """Seconds, at least, between two words about a run's progress."""
+HELD = 2.0
+"""Seconds until a sweep that has nothing else to do looks again at runs that another one trains."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,10 @@ class Job:
     compiled: bool = False
 
     def train(self, run: Run, store: Store | None, at_once: int, watch: Watch) -> Record:
-        """Train a run in this process, in a store if there is one. What goes wrong is a record too: that it failed."""
+        """Train a run in this process, in a store if there is one. What goes wrong is a record too: that it failed.
+
+        Only that another process has the run is no record: it is raised.
+        """
         try:
             return train(
                 run,
@@ -71,6 +77,8 @@ class Job:
                 log=Lines(store.place(run) / "log.jsonl") if store is not None else None,
                 at_once=at_once,
             )
+        except Held:
+            raise
         except Diverged as trouble:
             return trouble.record(run)
         except Exception as error:
@@ -129,7 +137,8 @@ def sweep(
     """Train every run that has no record yet and return all records, in the runs' order.
 
     They are trained in `workers` processes of this machine, or `on` another engine. With `retry`, runs that failed
-    before are tried again. Largest first, so that none is left alone at the end.
+    before are tried again. Largest first, so that none is left alone at the end. Sweeps of the same runs in the same
+    store share them out; each ends when all of them have records.
     """
     wanted = list(dict.fromkeys(runs))
     tell = listen or (lambda news: None)
@@ -154,9 +163,7 @@ class Local(Engine):
     workers: int = 1
 
     def train(self, todo: Sequence[Run], job: Job, store: Store, tell: Listener) -> None:
-        left: Queue[Run] = Queue()
-        for run in todo:
-            left.put(run)
+        left = _Left(todo, store)
         count = max(1, min(self.workers, len(todo)))
         alive: list[_Worker] = []
         troubles: list[BaseException] = []
@@ -207,8 +214,6 @@ class _Worker:
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         )
         self.errors: list[str] = []
-        self.leaves = False
-        """Whether it said that it can do no more."""
         self.reader = threading.Thread(target=self._drain, daemon=True)
         self.reader.start()
 
@@ -218,22 +223,24 @@ class _Worker:
             self.errors.append(line.rstrip())
             del self.errors[:-LAST_LINES]
 
-    def train(self, run: Run, tell: Listener) -> bool:
-        """Have a run trained; False if the process died over it."""
+    def train(self, run: Run, tell: Listener) -> dict[str, bool] | None:
+        """Have a run trained; None if the process died over it.
+
+        Else whether another process held the run, and whether this one leaves because it can do no more.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
             self.process.stdin.write(run.to_json() + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            return False
+            return None
         for line in self.process.stdout:
-            message = json.loads(line)
+            message: dict[str, Any] = json.loads(line)
             if "progress" not in message:
-                self.leaves = message["leaves"]
-                return True
+                return message
             tell(News(run, progress=Progress(**message["progress"])))
-        return False
+        return None
 
     def close(self) -> str:
         """End the process and say how it ended."""
@@ -249,24 +256,54 @@ class _Worker:
         return f"the worker died with status {self.process.returncode}: " + " | ".join(self.errors)
 
 
-def _serve(
-    todo: Queue[Run], store: Store, start: Callable[[], _Worker], tell: Listener, stopping: threading.Event
-) -> None:
+class _Left:
+    """The runs that no worker has taken yet. What another sweep in the same store trains is left to it."""
+
+    def __init__(self, runs: Sequence[Run], store: Store) -> None:
+        self.runs, self.store = list(runs), store
+        self.written = {run: store.written(run) for run in runs}
+        self.begun: set[Run] = set()
+        self.guard = threading.Lock()
+
+    def take(self, tell: Listener, stopping: threading.Event) -> Run | None:
+        """The first one that nobody trains, once there is one; None if there will be none."""
+        while self.runs and not stopping.is_set():
+            with self.guard:
+                for run in list(self.runs):
+                    if self.store.written(run) != self.written[run]:
+                        self.runs.remove(run)
+                        tell(News(run, record=self.store.get(run)))
+                        continue
+                    with self.store.lock(run) as free:
+                        if free:
+                            self.runs.remove(run)
+                            if run not in self.begun:  # once, even if another sweep was a little faster
+                                self.begun.add(run)
+                                tell(News(run))
+                            return run
+            stopping.wait(HELD if self.runs else 0)
+        return None
+
+    def give_back(self, run: Run) -> None:
+        with self.guard:
+            self.runs.append(run)
+
+
+def _serve(left: _Left, store: Store, start: Callable[[], _Worker], tell: Listener, stopping: threading.Event) -> None:
     """Feed one worker after another until no run is left."""
     worker: _Worker | None = None
-    while not stopping.is_set():
-        try:
-            run = todo.get_nowait()
-        except Empty:
-            break
+    while (run := left.take(tell, stopping)) is not None:
         worker = worker or start()
-        tell(News(run))
-        if not worker.train(run, tell):
+        answer = worker.train(run, tell)
+        if answer is None:
             if stopping.is_set():
                 return  # it was ended, it did not die
             keep(store, Record(run, "failed", error=worker.close()))
             worker = None
-        elif worker.leaves:
+        elif answer["held"]:
+            left.give_back(run)
+            continue
+        elif answer["leaves"]:
             worker.close()
             worker = None
         tell(News(run, record=store.get(run)))
@@ -300,10 +337,14 @@ def work(store: Store, job: Job, at_once: int) -> None:
     while (line := asked.get()) is not None:
         run = Run.from_json(line)
         busy.set()
-        keep(store, job.train(run, store, at_once, lambda progress: say({"progress": vars(progress)})))
+        held = False
+        try:
+            keep(store, job.train(run, store, at_once, lambda progress: say({"progress": vars(progress)})))
+        except Held:
+            held = True
         busy.clear()
         leaves = _card_is_lost()
-        say({"done": run.key, "leaves": leaves})
+        say({"held": held, "leaves": leaves})
         if leaves:
             return
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from buttress import ButtressError
 from buttress.lab import checkpoints, trace
 from buttress.lab.config import ConfigError, Run
 from buttress.lab.data import Task, load
 from buttress.lab.logs import Log
-from buttress.lab.records import Record, Store, machine, write_weights
+from buttress.lab.records import Held, Record, Store, machine, write_weights
 from buttress.lab.team import Team, assembled
 from buttress.lab.trainer import Curve, Diverged, Trainer, side_stream
 
@@ -75,7 +74,7 @@ def train(
             return _train(run, None, where, data, compiled, watch, log, checkpoint_seconds, at_once, team)
         with store.lock(run) if team.first else nullcontext(True) as mine:
             if not mine:
-                raise ButtressError(f"another process is training this run, in {store.place(run)}")
+                raise Held(f"another process is training this run, in {store.place(run)}")
             known = store.get(run)
             team.agree()  # all have looked before one can write
             if known is not None and known.status == "done":
