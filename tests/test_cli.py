@@ -19,7 +19,7 @@ import buttress as bt
 from buttress.lab import figures
 from buttress.lab.config import Run
 from buttress.lab.recipes import cifar
-from buttress.lab.records import Record, Store
+from buttress.lab.records import Record, Store, read_records
 from buttress.lab.report import command, report
 
 
@@ -185,6 +185,21 @@ class TestReport:
         text = report(tuned, tmp_path / "page.html").read_text()
         assert "Train error against learning rate" in text
         assert "Power laws" not in text
+
+    @pytest.mark.parametrize(
+        ("records", "says"),
+        [
+            ("gpt2-wiki", "Validation loss against what a token costs"),
+            ("gpt2-rates", "Validation loss against learning rate"),
+            ("gpt2-stability", "The largest RMS among the outputs of all blocks"),
+        ],
+    )
+    def test_language_models(self, tmp_path: Path, records: str, says: str) -> None:
+        """The library's own records."""
+        path = Path(__file__).parents[1] / "results" / "h200" / "lab" / f"{records}.jsonl"
+        text = report(read_records(path), tmp_path / "page.html").read_text()
+        assert says in text
+        assert text.count("<svg") == 1
 
     def test_commands_repeat_the_run(self) -> None:
         made = Run(structure="btt(rank=2)", width=128, aware=False, lr=1e-4)

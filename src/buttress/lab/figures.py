@@ -19,10 +19,16 @@ from buttress.lab.analysis.fits import FitError
 from buttress.lab.records import Record
 
 Against = Literal["macs", "seconds"]
-Metric = Literal["train_error", "test_error"]
+Metric = Literal["train_error", "test_error", "test_loss"]
 Published = Mapping[str, Sequence[tuple[float, float]]]
 
-NAMES = {"train_error": "train error", "test_error": "test error", "macs": "MACs", "seconds": "seconds of training"}
+NAMES = {
+    "train_error": "train error (%)",
+    "test_error": "test error (%)",
+    "test_loss": "validation loss (nats a token)",
+    "macs": "MACs",
+    "seconds": "seconds of training",
+}
 
 
 def label(record: Record) -> str:
@@ -88,7 +94,7 @@ def scaling(
         if published and structure in published and "naive" not in name and against == "macs":
             there = published[structure]
             panel.plot([x for x, _ in there], [y for _, y in there], "o", mfc="none", color=colour, ms=6, alpha=0.6)
-    panel.set(xscale="log", yscale="log", xlabel=NAMES[against], ylabel=f"{NAMES[metric]} (%)")
+    panel.set(xscale="log", yscale="log", xlabel=NAMES[against], ylabel=NAMES[metric])
     _plain_ticks(panel)
     panel.grid(alpha=0.3, which="both")
     _legend(panel, "exponent in brackets" + ("; hollow: published" if published else ""))
@@ -132,7 +138,7 @@ def widths(records: Iterable[Record], metric: Metric = "train_error") -> Figure:
         there = [(int(p.label.removeprefix("width ")), p.error) for p in line]
         seen |= {width for width, _ in there}
         panel.plot(*zip(*sorted(there), strict=True), "o-", color=f"C{i}", ms=4, lw=1.2, label=name)
-    panel.set(xscale="log", yscale="log", xlabel="width", ylabel=f"{NAMES[metric]} (%)")
+    panel.set(xscale="log", yscale="log", xlabel="width", ylabel=NAMES[metric])
     _plain_ticks(panel)
     panel.set_xticks(sorted(seen), [str(width) for width in sorted(seen)], rotation=45)
     panel.grid(alpha=0.3, which="both")
@@ -164,7 +170,7 @@ Landscape = Mapping[str, Mapping[str, Mapping[int, Sequence[tuple[float, float]]
 def landscape(
     records: Iterable[Record], metric: Metric = "train_error", published: Landscape | None = None
 ) -> Figure | None:
-    """Error against learning rate, a panel for each structure and rule, a line for each width, the best starred."""
+    """Error or loss against learning rate: a panel a structure and rule, a line a width, the best starred."""
     panels: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for r in records:
         if r.status == "done":
@@ -188,9 +194,13 @@ def landscape(
             there = rates.get(name.partition(",")[0], {}).get(width, ())
             axis.plot([x for x, _ in there], [y for _, y in there], "o", mfc="none", color=f"C{i}", ms=7, alpha=0.6)
         axis.set(xscale="log", title=name, xlabel="learning rate")
+        tried = sorted({lr for line in lines.values() for lr, _ in line})
+        if tried[-1] < 100 * tried[0]:
+            axis.set_xticks(tried, [f"{lr:g}" for lr in tried])
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
-    axes[0][0].set_ylabel(f"{NAMES[metric]} (%)" + (", hollow: published" if published else ""))
+    axes[0][0].set_ylabel(NAMES[metric] + (", hollow: published" if published else ""))
     return figure
 
 
@@ -250,9 +260,9 @@ COSTS: dict[str, Callable[[Record], float | None]] = {
 
 
 def language(records: Iterable[Record]) -> Figure | None:
-    """Validation loss of language models against all MACs, those without the head's, and time."""
+    """Validation loss against all MACs, those without the head's, and time; None where all models cost the same."""
     done = [r for r in records if r.status == "done" and "head_macs" in r.results]
-    if not done:
+    if len({r.macs for r in done}) < 2:
         return None
     figure, axes = plt.subplots(1, len(COSTS), figsize=(10.5, 3.8), sharey=True, layout="constrained")
     names = _ordered(map(label, done))
@@ -269,7 +279,7 @@ def language(records: Iterable[Record]) -> Figure | None:
         axis.xaxis.set_major_formatter(EngFormatter())
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("validation loss (nats a token)")
+    axes[0].set_ylabel(NAMES["test_loss"])
     _legend(axes[0], "numbers: width")
     return figure
 

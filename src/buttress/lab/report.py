@@ -89,19 +89,24 @@ def _experiment(setting: Run, records: Sequence[Record]) -> str:
         f"<p class='soft'>{escape(_described(setting))}</p>\n"
     ]
     ours = _is(setting, "mlp-scaling")
-    tuned = figures.landscape(done, published=published.LANDSCAPE if _is(setting, "learning-rates") else None)
-    moved = figures.feature_updates(done, published.FEATURE_UPDATES if _is(setting, "feature-updates") else None)
-    written, held = figures.language(done), figures.stability(records)
+    changes = published.FEATURE_UPDATES if _is(setting, "feature-updates") else None
+    best = published.LANDSCAPE if _is(setting, "learning-rates") else None
+    held = figures.stability(records)
     if held is not None:
         text = "The largest RMS among the outputs of all blocks, and the loss: stable where neither runs away."
         out.append("<h3>Stability</h3>" + _figure(held, text))
-    if written is not None:
-        text = "Validation loss against what a token costs, with and without the head, and against time."
-        out.append("<h3>Validation loss</h3>" + _figure(written, text))
-    elif moved is not None:
+    if _language(done):
+        if (rates := figures.landscape(done, "test_loss")) is not None:
+            out.append(
+                "<h3>Learning rates</h3>" + _figure(rates, "Validation loss against learning rate, best starred.")
+            )
+        elif (written := figures.language(done)) is not None:
+            text = "Validation loss against what a token costs, with and without the head, and against time."
+            out.append("<h3>Validation loss</h3>" + _figure(written, text))
+    elif (moved := figures.feature_updates(done, changes)) is not None:
         text = "How much one step changes the last block's output, over the run; flat where the rates fit the width."
         out.append("<h3>Feature updates</h3>" + _figure(moved, text))
-    elif tuned is not None:
+    elif (tuned := figures.landscape(done, published=best)) is not None:
         out.append("<h3>Learning rates</h3>" + _figure(tuned, "Train error against learning rate, best starred."))
         tested = figures.landscape(done, "test_error")
         assert tested is not None
@@ -131,7 +136,11 @@ def _kind(setting: Run, done: Sequence[Record]) -> str:
     if setting.trace:
         return "stability"
     rates = max(Counter((label(r), r.run.width, r.run.seed) for r in done).values())
-    return "learning rates" if rates > 1 else f"{'loss' if 'head_macs' in done[0].results else 'error'} against compute"
+    return "learning rates" if rates > 1 else f"{'loss' if _language(done) else 'error'} against compute"
+
+
+def _language(done: Sequence[Record]) -> bool:
+    return "head_macs" in done[0].results
 
 
 def _described(setting: Run) -> str:
@@ -144,7 +153,7 @@ def _described(setting: Run) -> str:
 
 def _scaling(done: Sequence[Record], metric: Metric, there: figures.Published | None) -> str:
     caption = "Power laws, exponents with standard errors." + (" Hollow: published." if there else "")
-    name = figures.NAMES[metric].capitalize()
+    name = figures.NAMES[metric].removesuffix(" (%)").capitalize()
     return f"<h3>{name}</h3>" + _figure(figures.scaling(done, metric, published=there), caption)
 
 
