@@ -1,8 +1,8 @@
 """Write the generated pages and tables: python docs/generate.py [--check]
 
 docs/structures.md is the table of structures and docs/api.md the public names, both from the code itself. Tables
-between `<!-- name -->` and `<!-- end -->` in README.md, docs/speed.md and docs/cifar.md come from the records under
-results/. With --check nothing is written; the exit status says whether everything is fresh.
+between `<!-- name -->` and `<!-- end -->` in README.md and docs/ come from the records under results/. With --check
+nothing is written; the exit status says whether all pages are fresh. With --figures the figures are drawn, too.
 """
 
 from __future__ import annotations
@@ -319,12 +319,14 @@ def stability_table() -> str:
     for r in sorted(runs("gpt2-stability"), key=lambda r: (r.run.lr, r.run.normalize)):
         blocks = [seen for name, seen in r.looks.items() if name.startswith("activation/")]
         largest = [max(value for _, value in at) for at in zip(*blocks, strict=True)]
-        sizes = (max(largest), largest[-1], r.looks["median output"][-1][1])
+        layers = (r.looks[f"{which} output"][-1][1] for which in ("median", "largest"))
+        sizes = (max(largest), largest[-1], *layers)
         cells = (f"{size:,.0f}" if size >= 10 else f"{size:.2f}" for size in sizes)
         weights = "yes" if r.run.normalize else "no"
         rows.append((f"{r.run.lr:g}", weights, *cells, f"{r.results['test_loss']:.3f}"))
     return table(
-        "lr | normalised | largest RMS of a block's output | at the end | median layer's, at the end | validation loss",
+        "lr | normalised | largest RMS of a block's output | at the end | median layer's | largest layer's | "
+        "validation loss",
         rows,
     )
 
@@ -454,7 +456,7 @@ def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are fresh")
-    parser.add_argument("--figures", action="store_true", help="also draw the figures of docs/cifar.md")
+    parser.add_argument("--figures", action="store_true", help="also draw the figures")
     given = parser.parse_args()
     check = given.check
     for name, draw in FIGURES.items() if given.figures else ():

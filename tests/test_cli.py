@@ -201,6 +201,14 @@ class TestReport:
         assert says in text
         assert text.count("<svg") == 1
 
+    def test_a_run_that_diverged_soon_still_shows_its_loss(self) -> None:
+        looks = {"activation/blocks.0": [(0, 1.0), (100, 9.0)]}
+        curve = [(step, 9.0 + step / 100, 90.0) for step in (20, 40, 60, 80, 100)]
+        failed = Record(Run(task="text", steps=6000), "failed", curve=curve, error="Diverged: it did", looks=looks)
+        figure = figures.stability([failed])
+        assert figure is not None
+        assert [len(line.get_xdata()) for line in figure.axes[-1].get_lines()] == [5]
+
     def test_commands_repeat_the_run(self) -> None:
         made = Run(structure="btt(rank=2)", width=128, aware=False, lr=1e-4)
         assert command(made) == 'buttress train width=128 structure="btt(rank=2)" aware=False lr=0.0001'

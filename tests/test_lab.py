@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import buttress as bt
 import buttress.lab.sweep as sweeps
@@ -31,7 +33,7 @@ from buttress.lab.data import cifar as cifar_module
 from buttress.lab.data.augment import chances, crops, enlarge, random_resized_crop
 from buttress.lab.logs import Lines, TensorBoard
 from buttress.lab.recipes import find, recipes
-from buttress.lab.records import Record, Store, write_records
+from buttress.lab.records import Record, Store, write_records, write_weights
 from buttress.lab.sweep import News, sweep
 from buttress.lab.train import Progress, train
 from buttress.lab.trainer import Diverged, Trainer, _schedule
@@ -424,6 +426,16 @@ class TestTraining:
         with pytest.raises(bt.ButtressError, match="remove its folder to run it again"):
             store.get(run)
 
+    def test_weights_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fill(tensors: Any, path: Path) -> None:
+            path.write_bytes(b"half")
+            raise SafetensorError("No space left on device")
+
+        monkeypatch.setattr("safetensors.torch.save_file", fill)
+        with pytest.raises(bt.ButtressError, match=r"could not be written \(No space left"):
+            write_weights(tmp_path / "weights.safetensors", {})
+        assert not list(tmp_path.iterdir())
+
     def test_a_disk_without_locks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         fcntl = pytest.importorskip("fcntl", reason="this system has no such locks")
 
@@ -510,8 +522,52 @@ class TestSweep:
         assert [r.status for r in found[0]] == ["done"] * 6 + ["failed"]
         keys = sorted(r.key for r in runs)
         assert sorted((tmp_path / "trained").read_text().split()) == keys
+        plain = [n for told in news.values() for n in told if n.progress is None and not n.elsewhere]
+        assert sorted(n.run.key for n in plain if n.record is None) == keys, "each began once, in one of the sweeps"
         for told in news.values():
             assert sorted(n.run.key for n in told if n.record is not None) == keys
+
+    def test_what_befell_another_machine_is_tried_here(self, tmp_path: Path) -> None:
+        """A sweep on a machine without the data must not spoil the runs for all others; a loss without hope is one."""
+        store = Store(tmp_path)
+        runs = [replace(SMALL, steps=20, seed=s) for s in range(4)]
+        store.put(Record(runs[3], "failed", error="OSError: before this sweep began"))
+        left = sweeps._Left(runs, store)
+        store.put(Record(runs[0], "failed", error="DataError: no data here"))
+        store.put(Record(runs[1], "failed", error="Diverged: the loss is no number"))
+        store.put(Record(runs[2], "done"))
+        shutil.rmtree(store.place(runs[3]))
+        told: list[News] = []
+        taken = []
+        while (found := left.take(told.append, threading.Event())) is not None:
+            with found[1]:
+                taken.append(found[0])
+        assert taken == [runs[0], runs[3]]
+        assert [(n.run, n.record is None) for n in told] == [
+            (runs[0], True), (runs[1], False), (runs[2], False), (runs[3], True),
+        ]  # fmt: skip
+
+    def test_a_failure_is_not_written_over_a_run_in_training(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        with store.lock(SMALL):
+            assert sweeps.keep(store, Record(SMALL, "failed", error="MemoryError: here")) is None
+        assert store.get(SMALL) is None
+
+    def test_nothing_is_started_once_it_is_stopped(self, tmp_path: Path) -> None:
+        """Ctrl-C comes when a thread has taken a run and not yet started a worker for it."""
+        store, told, stopping = Store(tmp_path), [], threading.Event()
+        left = sweeps._Left([SMALL], store)
+        sweeps._serve(left, store, lambda: None, told.append, stopping)
+        with store.claim(SMALL) as free:
+            assert free
+        assert store.get(SMALL) is None
+
+    def test_threads_of_a_worker(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        (record,) = sweep([replace(SMALL, steps=5)], Store(tmp_path), device="cpu")
+        assert record.made_on["threads"] == "1"
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+        assert sweeps._cpus() == 3
 
     def test_what_a_killed_sweep_held_is_taken_up_by_another(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -527,7 +583,7 @@ class TestSweep:
             thread.start()
             thread.join(1)
             assert thread.is_alive()
-            assert not told
+            assert told == [News(run, elsewhere=True)], "it says so once"
         thread.join(60)
         assert [n.record.status for n in told if n.record is not None] == ["done"]
 

@@ -181,7 +181,7 @@ class TestRay:
         good, bad = sweep([SMALL, BAD], store, on=Ray(), device="cpu")
         assert (good.status, bad.status) == ("done", "failed")
         assert good.made_on["at_once"] == "1"
-        assert sorted(path.name for path in tmp_path.glob("*/*")) == ["record.json"] * 2
+        assert sorted(path.name for path in tmp_path.glob("*/*")) == ["lock"] * 2 + ["record.json"] * 2
 
     def test_a_run_in_other_hands_is_waited_for(self, tmp_path: Path) -> None:
         store, held = Store(tmp_path), threading.Event()

@@ -25,7 +25,7 @@ from buttress.lab.config import ConfigError, Run
 from buttress.lab.data import DataError, load
 from buttress.lab.data import text as text_task
 from buttress.lab.models import GPT, gpt
-from buttress.lab.records import Record, Store
+from buttress.lab.records import Record, Store, write_weights
 from buttress.lab.sample import sample
 from buttress.lab.train import train
 from buttress.lab.trainer import Diverged, Trainer
@@ -367,6 +367,13 @@ class TestSample:
             next(sample(tmp_path / RUN.key, "", data=data))
         (tmp_path / RUN.key / "weights.safetensors").write_bytes(b"\x80\x04N.")
         with pytest.raises(bt.ButtressError, match="cannot be read"):
+            next(sample(tmp_path / RUN.key, "", data=data))
+        wider = Trainer(replace(RUN, width=64), load("text", folder=data), CPU).model
+        write_weights(tmp_path / RUN.key / "weights.safetensors", wider.state_dict())
+        with pytest.raises(bt.ButtressError, match="weights of another model than the record"):
+            next(sample(tmp_path / RUN.key, "", data=data))
+        (tmp_path / RUN.key / "record.json").write_text('{"half": ')
+        with pytest.raises(bt.ButtressError, match="not a record of this version"):
             next(sample(tmp_path / RUN.key, "", data=data))
 
 

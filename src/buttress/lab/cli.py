@@ -225,6 +225,10 @@ def sweep(
                     text = escape(f"{_name(news.run)}: {news.record.error}")
                     bars.console.print(f"[red]failed[/]: {text}", highlight=False)
                 bars.advance(whole)
+            elif news.elsewhere:
+                bars.console.print(
+                    f"waiting for another process that trains {escape(_name(news.run))}", highlight=False
+                )
             elif news.progress is None:
                 under_way[key] = bars.add_task(escape(_name(news.run)), total=news.run.steps, note="")
             else:

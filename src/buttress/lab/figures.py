@@ -305,7 +305,7 @@ def stability(records: Iterable[Record]) -> Figure | None:
         text = label(r) + (f", lr {r.run.lr:g}" if len(rates) > 1 else "")
         sizes.plot(steps, [max(pairs[i][1] for pairs in seen) for i in range(len(steps))], label=text, **style)
         # Of its first tenth, in which all fall alike, the loss would leave no room for the rest.
-        late = [(step, loss) for step, loss, _ in r.curve if 10 * step >= r.run.steps]
+        late = [(step, loss) for step, loss, _ in r.curve if 10 * step >= r.curve[-1][0]]
         losses.plot([step for step, _ in late], [loss for _, loss in late], **style)
         if "median output" in r.looks:
             # Before the first step most layers make nothing: they start at zero.

@@ -120,7 +120,8 @@ def _follow(todo: Sequence[Run], submit: Callable[[Run], Any], desk: Any, store:
                         tell(News(under_way[key], progress=Progress(**progress)))
             for done in ready:
                 run = pending.pop(done)
-                record = keep(store, _record(run, done))
+                record = _record(run, done)
+                record = keep(store, record) or record
                 begin(run)
                 tell(News(run, record=record))
     finally:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import torch
 
@@ -89,7 +89,7 @@ class Store:
     def get(self, run: Run) -> Record | None:
         """The record of a run, if it has one."""
         path = self.place(run) / "record.json"
-        return self._read(path) if path.is_file() else self.archived.get(run.key)
+        return read_record(path) if path.is_file() else self.archived.get(run.key)
 
     def put(self, record: Record) -> Path:
         path = self.place(record.run) / "record.json"
@@ -101,12 +101,16 @@ class Store:
         path = self.place(run) / "record.json"
         return path.stat().st_mtime_ns if path.is_file() else 0
 
+    def claim(self, run: Run) -> AbstractContextManager[bool]:
+        """Whether a sweep may see to a run, of which no other sweep then does; who trains it holds its lock besides."""
+        return self.lock(run, "claim")
+
     @contextmanager
-    def lock(self, run: Run) -> Iterator[bool]:
+    def lock(self, run: Run, name: str = "lock") -> Iterator[bool]:
         """Whether this process may work on a run; another that does holds the lock until it ends, however that is."""
         place = self.place(run)
         place.mkdir(parents=True, exist_ok=True)
-        with (place / "lock").open("w") as file:
+        with (place / name).open("w") as file:
             try:
                 import fcntl
 
@@ -118,22 +122,24 @@ class Store:
                 return
             except OSError as error:
                 raise ButtressError(
-                    f"{place / 'lock'} cannot be locked, and two processes must not train one run: {error}. Some "
+                    f"{place / name} cannot be locked, and two processes must not train one run: {error}. Some "
                     "shared disks have no locks, or only if they are mounted so: ask for flock, or keep runs elsewhere"
                 ) from error
             yield True
 
     def __iter__(self) -> Iterator[Record]:
-        own = {r.run.key: r for r in map(self._read, sorted(self.folder.glob("*/record.json")))}
+        own = {r.run.key: r for r in map(read_record, sorted(self.folder.glob("*/record.json")))}
         yield from (self.archived | own).values()
 
-    def _read(self, path: Path) -> Record:
-        try:
-            return Record.from_json(path.read_text(encoding="utf-8"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ButtressError(
-                f"{path} is not a record of this version: {error}; remove its folder to run it again"
-            ) from error
+
+def read_record(path: Path) -> Record:
+    """The record in a file of its own."""
+    try:
+        return Record.from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ButtressError(
+            f"{path} is not a record of this version: {error}; remove its folder to run it again"
+        ) from error
 
 
 def read_records(path: Path) -> list[Record]:
@@ -155,20 +161,32 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """A file replaced in one step, so that nobody ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    with _replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Weights as a safetensors file, replaced in one step."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    with _replacing(path) as part:
+        try:
+            save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, part)
+        except SafetensorError as error:
+            raise ButtressError(f"{path} could not be written ({error})") from error
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A new file, which takes the place of `path` when it is whole; else nothing is left of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, part)
-    part.replace(path)
+    part = path.with_name(f"{path.name}.{uuid4().hex}.part")  # machines that share a disk may share process ids
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

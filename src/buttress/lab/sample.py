@@ -14,7 +14,7 @@ from buttress.lab.config import Run
 from buttress.lab.data import load
 from buttress.lab.data.text import Text
 from buttress.lab.models import GPT
-from buttress.lab.records import Record, read_weights
+from buttress.lab.records import read_record, read_weights
 from buttress.lab.train import device_of
 
 
@@ -70,7 +70,7 @@ def sample(
 def _run(folder: Path) -> tuple[Run, str]:
     """The run, and the fingerprint of what it was trained on."""
     path = folder / "record.json"
-    if path.is_file() and (record := Record.from_json(path.read_text(encoding="utf-8"))).status == "done":
+    if path.is_file() and (record := read_record(path)).status == "done":
         return record.run, record.made_on.get("data", "")
     last = checkpoints.latest(folder)
     if last is None:
@@ -81,8 +81,11 @@ def _run(folder: Path) -> tuple[Run, str]:
 
 def _fill(model: GPT, folder: Path) -> None:
     """The weights of the run's end, or else of its last checkpoint."""
-    if (folder / "weights.safetensors").is_file():
-        model.load_state_dict(read_weights(folder / "weights.safetensors"))
+    if (whole := folder / "weights.safetensors").is_file():
+        try:
+            model.load_state_dict(read_weights(whole))
+        except RuntimeError as error:
+            raise ButtressError(f"{whole} holds the weights of another model than the record: {error}") from error
         return
     path = checkpoints.latest(folder)
     if path is None:

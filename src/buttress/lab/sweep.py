@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,11 +43,12 @@ HELD = 2.0
 
 @dataclass(frozen=True)
 class News:
-    """What a sweep has to say: a run began, got further, or ended."""
+    """What a sweep has to say: a run began, got further, or ended; or another sweep trains it, and this one waits."""
 
     run: Run
     progress: Progress | None = None
     record: Record | None = None
+    elsewhere: bool = False
 
 
 Listener = Callable[[News], None]
@@ -102,13 +103,24 @@ def _seldom(watch: Watch) -> Watch:
     return watch_now_and_then
 
 
-def keep(store: Store, record: Record) -> Record:
-    """Put a record into the store, unless the run was finished all the same; the record that stands."""
-    known = store.get(record.run)
-    if known is not None and known.status == "done":
-        return known
-    store.put(record)
-    return record
+def keep(store: Store, record: Record) -> Record | None:
+    """Put a record into the store, unless the run was finished all the same; the record that stands.
+
+    None if somebody is training the run: what comes of that is its record.
+    """
+    with store.lock(record.run) as mine:
+        if not mine:
+            return None
+        known = store.get(record.run)
+        if known is not None and (known.status == "done" or known == record):
+            return known
+        store.put(record)
+        return record
+
+
+def final(record: Record) -> bool:
+    """Whether the run would end like that anywhere, and not for lack of memory, say, or of data."""
+    return record.status == "done" or record.error.startswith(Diverged.__name__)
 
 
 class Engine(ABC):
@@ -118,7 +130,8 @@ class Engine(ABC):
     def train(self, todo: Sequence[Run], job: Job, store: Store, tell: Listener) -> None:
         """Have each run trained, the first ones first, put its record into the store, and tell of it.
 
-        Of each run it tells once that it began, then how far it got, then its record. A run that fails stops no other.
+        Of each run it tells once that it began, then how far it got, then its record; of one that another sweep
+        trained, only its record, and before that perhaps that it waits for it. A run that fails stops no other.
         """
 
 
@@ -168,10 +181,14 @@ class Local(Engine):
         alive: list[_Worker] = []
         troubles: list[BaseException] = []
         stopping = threading.Event()
+        starting = threading.Lock()
 
-        def start() -> _Worker:
-            alive.append(_Worker(store, job, count))
-            return alive[-1]
+        def start() -> _Worker | None:
+            with starting:
+                if stopping.is_set():
+                    return None
+                alive.append(_Worker(store, job, count))
+                return alive[-1]
 
         def serve() -> None:
             try:
@@ -188,7 +205,8 @@ class Local(Engine):
                     thread.join(0.2)  # in pieces, so that Ctrl-C is heard
         finally:
             # Nothing is started any more, and nothing is left behind.
-            stopping.set()
+            with starting:
+                stopping.set()
             for worker in alive:
                 worker.process.kill()
             for thread in threads:
@@ -204,7 +222,7 @@ class _Worker:
 
     def __init__(self, store: Store, job: Job, workers: int) -> None:
         arguments = (str(store.folder), json.dumps(vars(job)), str(workers))
-        threads = max(1, (os.cpu_count() or 1) // workers)
+        threads = os.environ.get("OMP_NUM_THREADS") or max(1, _cpus() // workers)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "buttress.lab.sweep", *arguments],
             stdin=subprocess.PIPE,
@@ -256,6 +274,11 @@ class _Worker:
         return f"the worker died with status {self.process.returncode}: " + " | ".join(self.errors)
 
 
+def _cpus() -> int:
+    """Those that this process may use, which a scheduler can have made fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Left:
     """The runs that no worker has taken yet. What another sweep in the same store trains is left to it."""
 
@@ -263,24 +286,27 @@ class _Left:
         self.runs, self.store = list(runs), store
         self.written = {run: store.written(run) for run in runs}
         self.begun: set[Run] = set()
+        self.awaited: set[Run] = set()
         self.guard = threading.Lock()
 
-    def take(self, tell: Listener, stopping: threading.Event) -> Run | None:
-        """The first one that nobody trains, once there is one; None if there will be none."""
+    def take(self, tell: Listener, stopping: threading.Event) -> tuple[Run, ExitStack] | None:
+        """The first run that nobody sees to, once there is one, with the claim on it; None if there will be none."""
         while self.runs and not stopping.is_set():
             with self.guard:
                 for run in list(self.runs):
-                    if self.store.written(run) != self.written[run]:
+                    with ExitStack() as claim:
+                        if not claim.enter_context(self.store.claim(run)) or self._trained(run):
+                            continue
                         self.runs.remove(run)
-                        tell(News(run, record=self.store.get(run)))
-                        continue
-                    with self.store.lock(run) as free:
-                        if free:
-                            self.runs.remove(run)
-                            if run not in self.begun:  # once, even if another sweep was a little faster
-                                self.begun.add(run)
-                                tell(News(run))
-                            return run
+                        if (record := self._news_of(run)) is not None:
+                            tell(News(run, record=record))
+                            continue
+                        self._begin(run, tell)
+                        return run, claim.pop_all()
+                for run in self.runs:
+                    if run not in self.awaited:
+                        self.awaited.add(run)
+                        tell(News(run, elsewhere=True))
             stopping.wait(HELD if self.runs else 0)
         return None
 
@@ -288,25 +314,49 @@ class _Left:
         with self.guard:
             self.runs.append(run)
 
+    def _trained(self, run: Run) -> bool:
+        """Whether somebody is at it who needs no claim: `buttress train`, or what a sweep that was killed left."""
+        with self.store.lock(run) as free:
+            return not free
 
-def _serve(left: _Left, store: Store, start: Callable[[], _Worker], tell: Listener, stopping: threading.Event) -> None:
+    def _news_of(self, run: Run) -> Record | None:
+        """A record that another sweep has put since this one began, if there is no use in another attempt."""
+        written = self.store.written(run)
+        if written == self.written[run]:
+            return None
+        self.written[run] = written
+        record = self.store.get(run)
+        return record if record is not None and final(record) else None
+
+    def _begin(self, run: Run, tell: Listener) -> None:
+        if run not in self.begun:
+            self.begun.add(run)
+            tell(News(run))
+
+
+def _serve(
+    left: _Left, store: Store, start: Callable[[], _Worker | None], tell: Listener, stopping: threading.Event
+) -> None:
     """Feed one worker after another until no run is left."""
     worker: _Worker | None = None
-    while (run := left.take(tell, stopping)) is not None:
-        worker = worker or start()
-        answer = worker.train(run, tell)
-        if answer is None:
-            if stopping.is_set():
+    while (found := left.take(tell, stopping)) is not None:
+        run, claim = found
+        with claim:
+            worker = worker or start()
+            if worker is None:
+                return
+            answer = worker.train(run, tell)
+            if answer is None and stopping.is_set():
                 return  # it was ended, it did not die
-            keep(store, Record(run, "failed", error=worker.close()))
-            worker = None
-        elif answer["held"]:
-            left.give_back(run)
-            continue
-        elif answer["leaves"]:
-            worker.close()
-            worker = None
-        tell(News(run, record=store.get(run)))
+            if answer is None or answer["leaves"]:
+                ended, worker = worker.close(), None
+            if answer is None:
+                keep(store, Record(run, "failed", error=ended))
+            record = store.get(run)
+            if record is None or (answer is not None and answer["held"]):
+                left.give_back(run)
+                continue
+        tell(News(run, record=record))
     if worker is not None:
         worker.close()
 
@@ -337,9 +387,9 @@ def work(store: Store, job: Job, at_once: int) -> None:
     while (line := asked.get()) is not None:
         run = Run.from_json(line)
         busy.set()
-        held = False
         try:
-            keep(store, job.train(run, store, at_once, lambda progress: say({"progress": vars(progress)})))
+            made = job.train(run, store, at_once, lambda progress: say({"progress": vars(progress)}))
+            held = keep(store, made) is None
         except Held:
             held = True
         busy.clear()

@@ -236,7 +236,7 @@ def _record(trainer: Trainer, seconds: float, step_ms: float, at_once: int, look
             results["mfu"] = flops / (peak * trainer.team.size)
     if run.probe:
         results["feature_update"] = trainer.changes.mean().item()
-    made_on = machine(trainer.device) | {"at_once": str(at_once)}
+    made_on = machine(trainer.device) | {"at_once": str(at_once), "compiled": "yes" if trainer.compiled else "no"}
     if trainer.team.size > 1:
         made_on |= {"processes": f"{trainer.team.size}, {trainer.team.way}"}
     if trainer.task.fingerprint:

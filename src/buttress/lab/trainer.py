@@ -55,7 +55,7 @@ class Trainer:
     def __init__(
         self, run: Run, task: Task, device: torch.device, *, compiled: bool = False, team: Team = ALONE
     ) -> None:
-        self.run, self.task, self.device, self.team = run, task.at(run), device, team
+        self.run, self.task, self.device, self.team, self.compiled = run, task.at(run), device, team, compiled
         task = self.task
         _check(run, task, team)
         self.model = model_of(run, task, device)
