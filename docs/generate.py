@@ -317,10 +317,9 @@ def language_rates_table() -> str:
 def stability_table() -> str:
     rows = []
     for r in sorted(runs("gpt2-stability"), key=lambda r: (r.run.lr, r.run.normalize)):
-        blocks = [seen for name, seen in r.looks.items() if name.startswith("activation/")]
-        largest = [max(value for _, value in at) for at in zip(*blocks, strict=True)]
+        blocks = [size for _, size in figures.largest(r)]
         layers = (r.looks[f"{which} output"][-1][1] for which in ("median", "largest"))
-        sizes = (max(largest), largest[-1], *layers)
+        sizes = (max(blocks), blocks[-1], *layers)
         cells = (f"{size:,.0f}" if size >= 10 else f"{size:.2f}" for size in sizes)
         weights = "yes" if r.run.normalize else "no"
         rows.append((f"{r.run.lr:g}", weights, *cells, f"{r.results['test_loss']:.3f}"))

@@ -183,7 +183,6 @@ def test_questions_without_an_answer() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_calibrating_a_model_fills_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "card", torch.cuda.get_device_name)
     model = torch.nn.Sequential(*(bt.StructuredLinear(512, 512, bt.BTT(rank=3), device="cuda") for _ in range(2)))

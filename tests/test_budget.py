@@ -234,7 +234,6 @@ def test_time_measured_now() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_time_measured_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8, bias=False)).cuda()

@@ -112,7 +112,6 @@ def test_a_language_model(gpt2: Path, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu(gpt2: Path, text: Path, tmp_path: Path) -> None:
     plan = compress(gpt2, tmp_path / "plan", 0.6, text=text, length=24).plan
     here, there = (

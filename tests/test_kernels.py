@@ -24,7 +24,6 @@ pytest.importorskip("triton", reason="the kernels are written in triton")
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")]
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 """Largest relative error against the float64 reference, by dtype; the same everywhere."""
 STRUCTURES = [
@@ -281,7 +280,7 @@ def test_the_cpu_is_left_to_bmm() -> None:
 
 
 class TestOnTheGpu:
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("dtype", LIMIT, ids=str)
     @pytest.mark.parametrize("structure", [*STRUCTURES, bt.Monarch(16)], ids=str)

@@ -447,6 +447,21 @@ class TestTraining:
             train(SMALL, store=Store(tmp_path), device="cpu")
 
 
+def before_training(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Let every worker of a sweep do something about a `run` before it trains it: Python begins with this file."""
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'buttress.lab.sweep' in ' '.join(sys.orig_argv):\n"
+        "    import buttress.lab.train as t\n"
+        "    whole = t.Trainer.__init__\n"
+        "    def init(self, run, *a, **k):\n"
+        f"        {line}\n"
+        "        whole(self, run, *a, **k)\n"
+        "    t.Trainer.__init__ = init\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+
+
 class TestSweep:
     def test_runs_are_skipped_recorded_and_survive_each_other(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
@@ -464,20 +479,11 @@ class TestSweep:
         assert not [n for n in begun if n.record is None], "nothing was run twice"
 
     def test_a_worker_that_dies_takes_only_its_run_along(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Python runs this file first in every worker: it ends the process at the unlucky run.
-        (tmp_path / "sitecustomize.py").write_text(
-            "import os, sys\n"
-            "if 'buttress.lab.sweep' in ' '.join(sys.orig_argv):\n"
-            "    import buttress.lab.train as t\n"
-            "    whole = t.Trainer.__init__\n"
-            "    def init(self, run, *a, **k):\n"
-            "        if run.seed == 1:\n"
-            "            print('struck by lightning', file=sys.stderr, flush=True)\n"
-            "            os._exit(7)\n"
-            "        whole(self, run, *a, **k)\n"
-            "    t.Trainer.__init__ = init\n"
+        before_training(
+            tmp_path,
+            monkeypatch,
+            "if run.seed == 1: print('struck by lightning', file=sys.stderr, flush=True), os._exit(7)",
         )
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         store = Store(tmp_path / "runs")
         records = sweep([replace(SMALL, steps=20, seed=s) for s in range(3)], store, device="cpu")
         assert [r.status for r in records] == ["done", "failed", "done"]
@@ -494,17 +500,7 @@ class TestSweep:
     def test_sweeps_share_a_store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As the tasks of a SLURM job do: each run is trained once, and each sweep ends with all records."""
         monkeypatch.setattr(sweeps, "HELD", 0.1)
-        (tmp_path / "sitecustomize.py").write_text(
-            "import sys\n"
-            "if 'buttress.lab.sweep' in ' '.join(sys.orig_argv):\n"
-            "    import buttress.lab.train as t\n"
-            "    whole = t.Trainer.__init__\n"
-            "    def init(self, run, *a, **k):\n"
-            f"        open({str(tmp_path / 'trained')!r}, 'a').write(run.key + '\\n')\n"
-            "        whole(self, run, *a, **k)\n"
-            "    t.Trainer.__init__ = init\n"
-        )
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        before_training(tmp_path, monkeypatch, f"open({str(tmp_path / 'trained')!r}, 'a').write(run.key + chr(10))")
         runs = [replace(SMALL, steps=40, seed=s) for s in range(6)]
         runs.append(replace(SMALL, lr=1e9, optimizer="sgd", schedule="constant"))
         news: dict[int, list[News]] = {0: [], 1: [], 2: []}
@@ -625,7 +621,6 @@ class TestRecipes:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestOnTheGpu:
     def test_a_replayed_graph_trains_as_single_launches_do(self) -> None:
         run = replace(SMALL, steps=200, mixup=0.8, smoothing=0.3, structure="btt")

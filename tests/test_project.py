@@ -532,7 +532,6 @@ def test_a_large_layer_takes_seconds() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("structure", [bt.LowRank(rank=40), bt.Monarch(4), bt.BTT(rank=2), bt.BTT(rank=2, cores=3)])
 def test_a_gpu_finds_the_same(structure: bt.Structure) -> None:
     weight, inputs = torch.randn(384, 192), torch.randn(1000, 192) * torch.linspace(0.1, 3, 192)

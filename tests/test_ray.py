@@ -286,7 +286,6 @@ def test_a_ray_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.usefixtures("settings")
 def test_runs_share_a_gpu(tmp_path: Path) -> None:
     records = sweep([replace(SMALL, seed=s) for s in range(4)], Store(tmp_path), on=Ray(gpus=0.25))

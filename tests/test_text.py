@@ -497,7 +497,6 @@ class TestTeams:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestOnTheGpu:
     RUN = replace(RUN, steps=60, evaluate=30, trace=30, width=64, base_width=64, precision="bfloat16")
 

@@ -284,9 +284,15 @@ def language(records: Iterable[Record]) -> Figure | None:
     return figure
 
 
+def largest(record: Record) -> list[tuple[int, float]]:
+    """By step, the largest RMS among all blocks' outputs; empty where nobody looked."""
+    blocks = [seen for name, seen in record.looks.items() if name.startswith("activation/")]
+    return [(at[0][0], max(size for _, size in at)) for at in zip(*blocks, strict=True)]
+
+
 def stability(records: Iterable[Record]) -> Figure | None:
     """The largest RMS among all blocks' outputs, that of a layer's own output, and the training loss, against step."""
-    traced = [r for r in records if any(name.startswith("activation/") for name in r.looks)]
+    traced = [r for r in records if largest(r)]
     if not traced:
         return None
     own = any("median output" in r.looks for r in traced)
@@ -300,10 +306,8 @@ def stability(records: Iterable[Record]) -> Figure | None:
             "ls": ("-", "--", ":", "-.")[rates.index(r.run.lr) % 4],
             "lw": 1.2,
         }
-        seen = [pairs for name, pairs in r.looks.items() if name.startswith("activation/")]
-        steps = [step for step, _ in seen[0]]
         text = label(r) + (f", lr {r.run.lr:g}" if len(rates) > 1 else "")
-        sizes.plot(steps, [max(pairs[i][1] for pairs in seen) for i in range(len(steps))], label=text, **style)
+        sizes.plot(*zip(*largest(r), strict=True), label=text, **style)
         # Of its first tenth, in which all fall alike, the loss would leave no room for the rest.
         late = [(step, loss) for step, loss, _ in r.curve if 10 * step >= r.curve[-1][0]]
         losses.plot([step for step, _ in late], [loss for _, loss in late], **style)

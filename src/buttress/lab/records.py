@@ -88,18 +88,21 @@ class Store:
 
     def get(self, run: Run) -> Record | None:
         """The record of a run, if it has one."""
-        path = self.place(run) / "record.json"
+        path = self._file(run)
         return read_record(path) if path.is_file() else self.archived.get(run.key)
 
     def put(self, record: Record) -> Path:
-        path = self.place(record.run) / "record.json"
+        path = self._file(record.run)
         write_text(path, record.to_json() + "\n")
         return path
 
     def written(self, run: Run) -> int:
         """When its record was last put here, in nanoseconds; 0 if it never was."""
-        path = self.place(run) / "record.json"
+        path = self._file(run)
         return path.stat().st_mtime_ns if path.is_file() else 0
+
+    def _file(self, run: Run) -> Path:
+        return self.place(run) / "record.json"
 
     def claim(self, run: Run) -> AbstractContextManager[bool]:
         """Whether a sweep may see to a run, of which no other sweep then does; who trains it holds its lock besides."""

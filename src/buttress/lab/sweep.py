@@ -120,7 +120,7 @@ def keep(store: Store, record: Record) -> Record | None:
 
 def final(record: Record) -> bool:
     """Whether the run would end like that anywhere, and not for lack of memory, say, or of data."""
-    return record.status == "done" or record.error.startswith(Diverged.__name__)
+    return record.status == "done" or Diverged.ended(record)
 
 
 class Engine(ABC):
@@ -348,10 +348,12 @@ def _serve(
             answer = worker.train(run, tell)
             if answer is None and stopping.is_set():
                 return  # it was ended, it did not die
-            if answer is None or answer["leaves"]:
-                ended, worker = worker.close(), None
             if answer is None:
-                keep(store, Record(run, "failed", error=ended))
+                keep(store, Record(run, "failed", error=worker.close()))
+                worker = None
+            elif answer["leaves"]:
+                worker.close()
+                worker = None
             record = store.get(run)
             if record is None or (answer is not None and answer["held"]):
                 left.give_back(run)

@@ -48,6 +48,11 @@ class Diverged(ButtressError, ArithmeticError):
         error = f"{type(self).__name__}: {self}"
         return Record(run, "failed", curve=self.curve, error=error, looks=dict(self.looks))
 
+    @classmethod
+    def ended(cls, record: Record) -> bool:
+        """Whether it is this that a record tells of."""
+        return record.error.startswith(f"{cls.__name__}: ")
+
 
 class Trainer:
     """A run in the making: model, optimizer, data and where they have got to."""
