@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import buttress as bt
-from buttress import scaling
+from buttress.core import scaling
 from buttress.lab.diagnostics import CoordinateCheck, coordinate_check, plot
 from buttress.lab.models import MLP
 

@@ -23,7 +23,7 @@ from gpu import save
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import buttress.hf  # noqa: F401  (so that compressed folders load)
-from buttress.compress import compress
+from buttress.compression.pipeline import compress
 from buttress.lab.data import tokens as tokens_of
 
 CONTEXT, BATCH = 512, 64

@@ -26,9 +26,10 @@ from torch import Tensor
 
 import buttress as bt
 from buttress import ops
-from buttress.ops import fused, tuning
-from buttress.ops.measure import measure, times
-from buttress.ops.measured import Row, Times, write
+from buttress.ops import tuning
+from buttress.ops.fused import operators as fused
+from buttress.ops.measuring import measure, times
+from buttress.ops.speeds import Row, Times, write
 
 PEAK, BANDWIDTH = 754e12, 4.27e12  # taken for one H200: bf16 FLOP/s and bytes/s
 WIDTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from gpu import save
 from torch import nn
 
-from buttress.lab.config import Run
 from buttress.lab.data import load
 from buttress.lab.models import MLP
-from buttress.lab.train import train
+from buttress.lab.runs.config import Run
+from buttress.lab.training.loop import train
 
 STEPS, TRIALS = 600, 7
 

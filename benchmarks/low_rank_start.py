@@ -15,7 +15,7 @@ from gpu import save
 import buttress as bt
 from buttress.lab.data import load
 from buttress.lab.recipes import find
-from buttress.lab.train import train
+from buttress.lab.training.loop import train
 
 
 @bt.structure

@@ -19,9 +19,8 @@ from pathlib import Path
 import numpy as np
 
 import buttress as bt
-from buttress.lab import figures
-from buttress.lab.analysis import Point, difference, fit, published
-from buttress.lab.records import Record, read_records
+from buttress.lab.analysis import Point, difference, figures, fit, published
+from buttress.lab.runs.records import Record, read_records
 
 HERE = Path(__file__).parent
 WIDTH = 1024

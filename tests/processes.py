@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from buttress.lab.config import Run
+from buttress.lab.runs.config import Run
 
 HERE = Path(__file__).parent
 ENV = os.environ | {

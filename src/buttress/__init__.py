@@ -6,29 +6,12 @@ bt.replace_(model, bt.BTT(rank=2))
 optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 """
 
-from buttress.advise import Advice, advise, calibrate, timed
-from buttress.attention import ProjectedAttention, SplitLinear
-from buttress.budget import Budget, Choice, budget, curves
-from buttress.chain import Chain, Factor
-from buttress.cost import Cost, cost
-from buttress.embedding import StructuredEmbedding
-from buttress.errors import (
-    ButtressError,
-    ChainError,
-    MissingExtraError,
-    PlanError,
-    RuleError,
-    ShapeError,
-    StructureError,
-)
-from buttress.heal import Healing, heal
-from buttress.layer import StructuredLinear
-from buttress.moments import moments
-from buttress.ops import graphed
-from buttress.optim import Explanation, explain, param_groups
-from buttress.project import Projection, project
-from buttress.scaling import init_std, lr_multiplier
-from buttress.structures import (
+from buttress.compression.allocation import Budget, Choice, budget, curves
+from buttress.compression.distillation import Healing, heal
+from buttress.compression.input_moments import moments
+from buttress.core.chain import Chain, Factor
+from buttress.core.scaling import init_std, lr_multiplier
+from buttress.core.structures import (
     BTT,
     BlockDiagonal,
     Convolution,
@@ -43,9 +26,26 @@ from buttress.structures import (
     structure,
     structures,
 )
-from buttress.surgery import Plan, PlanEntry, Report, densify_, replace_
+from buttress.costs.advice import Advice, advise, calibrate, timed
+from buttress.costs.counting import Cost, cost
+from buttress.errors import (
+    ButtressError,
+    ChainError,
+    MissingExtraError,
+    PlanError,
+    RuleError,
+    ShapeError,
+    StructureError,
+)
+from buttress.nn.attention import ProjectedAttention, SplitLinear
+from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.linear import StructuredLinear
+from buttress.ops import graphed
+from buttress.optim.groups import Explanation, explain, param_groups
+from buttress.projection.closed_form import Projection, project
+from buttress.surgery.replacing import Plan, PlanEntry, Report, densify_, replace_
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Advice",

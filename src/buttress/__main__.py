@@ -1,6 +1,6 @@
 """`python -m buttress`, which is also what torchrun starts: torchrun --nproc-per-node 2 -m buttress train ..."""
 
-from buttress.lab.cli import main
+from buttress.cli import main
 
 if __name__ == "__main__":
     main()

@@ -13,14 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from buttress.chain import Chain
+from buttress.core.chain import Chain
 from buttress.errors import ButtressError, ShapeError
-from buttress.ops import bmm, flops, fused, reference
-from buttress.ops.fused import graphed
-from buttress.ops.layout import autocast_dtype
-from buttress.ops.rows import macs as row_macs
-from buttress.ops.rows import prepare as prepare_rows
-from buttress.ops.rows import rows
+from buttress.ops import bmm, flops, reference
+from buttress.ops.framing import autocast_dtype
+from buttress.ops.fused import operators as fused
+from buttress.ops.fused.operators import graphed
+from buttress.ops.lookup import macs as row_macs
+from buttress.ops.lookup import prepare as prepare_rows
+from buttress.ops.lookup import rows
 
 flops.register_if_cheap()
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from buttress.chain import Axes, Chain
-from buttress.ops.layout import framed, read_window
+from buttress.core.chain import Axes, Chain
+from buttress.ops.framing import framed, read_window
 
 TOKENS = ""  # no axis of a chain can be called so
 Order = tuple[int, ...]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from buttress.ops.hops import Route
+from buttress.ops.strides import Route
 
 _COUNTER = "torch.utils.flop_counter"
 

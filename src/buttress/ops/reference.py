@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from buttress.chain import Axes, Chain
-from buttress.ops.layout import framed, read_window
+from buttress.core.chain import Axes, Chain
+from buttress.ops.framing import framed, read_window
 
 
 @framed

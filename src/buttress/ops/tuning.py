@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from buttress.ops.hops import Signature
+from buttress.ops.strides import Signature
 
 TOKENS = 64
 """Tokens in a tile: rows of z are this long."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from buttress import ButtressError
-from buttress.lab.config import Run, nearest
+from buttress.lab.runs.config import Run, nearest
 
 Batch = tuple[tuple[int, ...], Sequence[int]]
 """What a batch's random numbers are seeded with, and the numbers of its examples."""

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buttress.lab.config import Run
 from buttress.lab.data.base import DataError, Task, task
 from buttress.lab.data.tokens import Tokens, about, read
+from buttress.lab.runs.config import Run
 
 RESIDENT = 1 / 8
 """Part of a GPU's memory that a corpus may take; a larger one stays on the disk and is read as training goes on."""

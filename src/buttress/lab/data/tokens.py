@@ -26,7 +26,7 @@ import numpy.typing as npt
 from buttress.lab.data import bpe, documents
 from buttress.lab.data.base import DataError
 from buttress.lab.data.documents import Facts, Source, sha256
-from buttress.lab.records import write_text
+from buttress.lab.runs.records import write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

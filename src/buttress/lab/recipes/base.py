@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from buttress.lab.config import ConfigError, Run, nearest
+from buttress.lab.runs.config import ConfigError, Run, nearest
 
 _REGISTRY: dict[str, Recipe] = {}
 

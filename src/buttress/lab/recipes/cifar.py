@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from buttress.lab.config import Layers, Run
 from buttress.lab.recipes.base import recipe
+from buttress.lab.runs.config import Layers, Run
 
 MLP = Run(
     task="cifar10",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from buttress.lab.config import Run
 from buttress.lab.recipes.base import recipe
+from buttress.lab.runs.config import Run
 
 SMALL = Run(task="digits", width=32, depth=2, base_width=64, lr=1e-2, batch=256, steps=400)
 

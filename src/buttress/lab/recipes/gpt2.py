@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from buttress.lab.config import Run
 from buttress.lab.recipes.base import recipe
+from buttress.lab.runs.config import Run
 
 GPT2 = Run(
     task="text",

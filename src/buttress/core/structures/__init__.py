@@ -1,0 +1,27 @@
+"""Structures: one file each, holding nothing but its chain. Importing this package registers them."""
+
+from buttress.core.structures.base import Structure, parse, split, structure, structures
+from buttress.core.structures.block_diagonal import BlockDiagonal
+from buttress.core.structures.btt import BTT
+from buttress.core.structures.convolution import Convolution
+from buttress.core.structures.dense import Dense
+from buttress.core.structures.kronecker import Kronecker
+from buttress.core.structures.low_rank import LowRank
+from buttress.core.structures.monarch import Monarch
+from buttress.core.structures.tensor_train import TensorTrain
+
+__all__ = [
+    "BTT",
+    "BlockDiagonal",
+    "Convolution",
+    "Dense",
+    "Kronecker",
+    "LowRank",
+    "Monarch",
+    "Structure",
+    "TensorTrain",
+    "parse",
+    "split",
+    "structure",
+    "structures",
+]

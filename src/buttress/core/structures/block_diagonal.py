@@ -1,0 +1,34 @@
+"""Independent dense blocks along the diagonal."""
+
+from collections.abc import Iterator
+
+from buttress.core.chain import Chain
+from buttress.core.structures.base import Structure, positive, structure
+
+
+@structure
+class BlockDiagonal(Structure):
+    """`blocks` dense blocks that do not talk to each other (no more than the smaller side has entries)."""
+
+    blocks: int = 4
+
+    def __post_init__(self) -> None:
+        positive(self, blocks=self.blocks)
+
+    @classmethod
+    def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
+        most = min(d_in, d_out)
+        yield from (cls(blocks=blocks) for blocks in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2) if blocks <= most)
+
+    def chain(self, d_in: int, d_out: int) -> Chain:
+        g = max(1, min(self.blocks, d_in, d_out))
+        return Chain.of(
+            d_in,
+            d_out,
+            # Padding sits at the end of the slow axis. Where there is any, the block axis is the
+            # fast one, so that it costs each block one place rather than the last block all.
+            x="g d" if d_in % g == 0 else "d g",
+            factors={"W": "g e d"},
+            y="g e" if d_out % g == 0 else "e g",
+            sizes={"g": g, "d": -(-d_in // g), "e": -(-d_out // g)},
+        )

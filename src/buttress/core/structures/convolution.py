@@ -1,0 +1,31 @@
+"""Circular convolution: one kernel slid around a ring."""
+
+from buttress.core.chain import Chain
+from buttress.core.structures.base import Structure, positive, structure
+
+
+@structure
+class Convolution(Structure):
+    """y[i] = sum_w K[w] x[i + w - kernel_size // 2], circular; a Toeplitz matrix.
+
+    The ring is the smaller side; the larger side is so many channels of it. A kernel longer than
+    the ring is cut to the ring.
+    """
+
+    kernel_size: int = 3
+
+    def __post_init__(self) -> None:
+        positive(self, kernel_size=self.kernel_size)
+
+    def chain(self, d_in: int, d_out: int) -> Chain:
+        n = max(1, min(d_in, d_out))
+        return Chain.of(
+            d_in,
+            d_out,
+            # Channels are the slow axis, so that padding leaves each place of the ring its first channel.
+            x="c n",
+            factors={"K": "e c w"},
+            y="e n",
+            sizes={"n": n, "c": -(-d_in // n), "e": -(-d_out // n), "w": min(self.kernel_size, n)},
+            window="n w",
+        )

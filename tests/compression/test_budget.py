@@ -1,0 +1,254 @@
+"""Calibration and budgets: what layers are given, and what to spend where."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import buttress as bt
+from buttress.compression.allocation import Choice, _spend
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 36)
+        self.q, self.k = nn.Linear(36, 30, bias=False), nn.Linear(36, 30)
+        self.head = nn.Linear(30, 5)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        h = self.first(x).relu()
+        return self.head(self.q(h) * self.k(h))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def net_answer(x: Tensor) -> Tensor:
+    model = net()
+    with torch.no_grad():
+        model.head.weight[:, 5:] = 0
+    return model(x).detach()
+
+
+class TestMoments:
+    def test_they_are_the_mean_of_outer_products(self) -> None:
+        model = net()
+        batches = [torch.randn(4, 7, 24), torch.randn(1, 24), torch.randn(3, 24)]
+        found = bt.moments(model, batches)
+        assert set(found) == {"first", "q", "k", "head"}
+        rows = torch.cat([b.reshape(-1, 24) for b in batches])
+        torch.testing.assert_close(found["first"], rows.T @ rows / len(rows))
+        hidden = model.first(rows).relu()
+        torch.testing.assert_close(found["q"], (hidden.T @ hidden / len(rows)).detach())
+        torch.testing.assert_close(found["q"], found["k"])
+        assert not any(m._forward_pre_hooks for m in model.modules())
+        assert model.training
+
+    def test_masked_tokens_do_not_count(self) -> None:
+        x, mask = torch.randn(2, 5, 24), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+        found = bt.moments(net(), [{"x": x, "attention_mask": mask}], layers=["first"])
+        seen = x[mask.bool()]
+        torch.testing.assert_close(found["first"], seen.T @ seen / 8)
+
+    def test_inputs_changed_in_place_are_new_ones(self) -> None:
+        class InPlace(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+                self.norm = nn.BatchNorm1d(4).eval()
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.a(x)
+                return y + self.b(x.clamp_(min=0))
+
+        model, x = InPlace(), torch.randn(50, 4)
+        found = bt.moments(model, [x.clone()])
+        torch.testing.assert_close(found["a"], x.T @ x / 50)
+        torch.testing.assert_close(found["b"], x.clamp(min=0).T @ x.clamp(min=0) / 50)
+        assert not model.norm.training, "each module keeps its mode"
+
+    def test_other_ways_to_call(self) -> None:
+        x = torch.randn(3, 24)
+        plain = bt.moments(net(), [x])
+        for batches, run in (([(x,)], None), ([{"x": x}], None), ([{"data": x}], lambda m, b: m(b["data"]))):
+            again: Any = bt.moments(net(), batches, run=run)
+            assert all(torch.equal(plain[n], again[n]) for n in plain)
+
+    def test_what_cannot_be_is_told(self) -> None:
+        with pytest.raises(bt.PlanError, match="no linear layer matches"):
+            bt.moments(net(), [torch.randn(2, 24)], layers=["nothing.*"])
+        with pytest.raises(bt.PlanError, match="no linear layer was reached"):
+            bt.moments(net(), [])
+
+    def test_they_bring_outputs_nearer(self) -> None:
+        torch.manual_seed(1)
+        x = torch.randn(500, 24) * torch.logspace(0, -2, 24) @ torch.linalg.qr(torch.randn(24, 24)).Q
+        wanted = net()(x)
+        seen = bt.moments(net(), x.split(100))
+        off = []
+        for known in (None, seen):
+            model = net()
+            report = bt.replace_(model, bt.BTT(rank=2), init="project", moments=known)
+            off.append((model(x) - wanted).norm().item())
+            assert all((row.output_error is None) == (known is None) for row in report.rows)
+        assert off[1] < 0.7 * off[0]
+        with pytest.raises(bt.PlanError, match="for init='project'"):
+            bt.replace_(net(), bt.BTT(), moments=seen)
+
+
+options = st.lists(st.tuples(st.integers(1, 9), st.floats(0.01, 1)), min_size=1, max_size=4)
+
+
+class TestBudget:
+    @given(st.lists(options, min_size=1, max_size=4), st.floats(0.3, 1))
+    @settings(deadline=None, derandomize=True, max_examples=200)
+    def test_it_fits_and_is_near_the_best(self, layers: list[list[tuple[int, float]]], keep: float) -> None:
+        """Against every combination. Greedy over hulls is at most one step of one layer behind."""
+        found = {
+            str(i): [
+                Choice(str(i), "dense", 10, 10, 0.0),
+                *(Choice(str(i), f"s{j}", 10, c, e) for j, (c, e) in enumerate(o)),
+            ]
+            for i, o in enumerate(layers)
+        }
+        limit = keep * 10 * len(layers)
+        every = [c for c in itertools.product(*found.values()) if sum(x.cost_after for x in c) <= limit + 1e-9]
+        if not every:
+            with pytest.raises(bt.PlanError, match=r"keep .* already"):
+                _spend(found, keep)
+            return
+        chosen = _spend(found, keep).values()
+        assert sum(c.cost_after for c in chosen) <= limit + 1e-6
+        best = min(sum(x.loss for x in c) for c in every)
+        assert sum(c.loss for c in chosen) <= best + max(c.loss for o in found.values() for c in o) + 1e-9
+        if keep == 1:
+            assert sum(c.loss for c in chosen) == 0
+
+    def test_a_plan_for_a_model(self) -> None:
+        model = net()
+        found = bt.budget(bt.curves(model), 0.5)
+        assert found.kept <= 0.5
+        assert {r.name for r in found.rows} == {"first", "q", "k"}, "the head stays"
+        report = bt.Plan.from_json(found.plan.to_json()).apply_(model, init="project")
+        by_name = {r.name: r for r in found.rows}
+        for row in report.rows:
+            assert by_name[row.name].structure == row.structure
+            assert by_name[row.name].loss == pytest.approx(row.projection_error**2, rel=1e-4, abs=1e-6)
+        assert "keeps" in str(found)
+
+    def test_layers_that_are_easy_pay_for_those_that_are_not(self) -> None:
+        model = net()
+        with torch.no_grad():
+            model.q.weight.copy_(torch.outer(torch.randn(30), torch.randn(36)))
+        rows = {r.name: r for r in bt.budget(bt.curves(model, candidates=[bt.LowRank], levels=20), 0.7).rows}
+        assert rows["q"].structure == "low_rank(rank=1)"
+        assert rows["k"].cost_after / rows["k"].cost_before > 0.7
+
+    def test_a_mix_is_no_worse_than_any_one_structure(self) -> None:
+        kinds = ["low_rank", "btt", "monarch"]
+        alone = [sum(r.loss for r in bt.budget(bt.curves(net(), candidates=[kind]), 0.4).rows) for kind in kinds]
+        mixed = bt.budget(bt.curves(net(), candidates=kinds), 0.4)
+        assert sum(r.loss for r in mixed.rows) <= min(alone) * 1.02
+
+    def test_other_costs_and_choices(self) -> None:
+        model = net()
+        seen: list[str] = []
+        by_params = bt.curves(
+            model,
+            cost="params",
+            candidates=[bt.BTT(rank=2), "low_rank(rank=3)"],
+            layers={"first": True, "*": False},
+            watch=lambda name, i, n: seen.append(name),
+        )
+        assert list(by_params) == seen == ["first"]
+        assert {c.structure for c in by_params["first"]} == {"dense", "btt(rank=2)", "low_rank(rank=3)"}
+        free = bt.budget(bt.curves(model, cost=lambda s, i, o: 1.0 if s is None else 2.0), 1.0)
+        assert all(r.structure == "dense" for r in free.rows)
+        assert free.plan.entries == ()
+
+    def test_losses_as_the_answer_shows_them(self) -> None:
+        """A layer whose outputs are hardly used may lose them."""
+        model = net()
+        with torch.no_grad():
+            model.head.weight[:, 5:] = 0
+        data = [torch.randn(64, 24), torch.randn(64, 24)]
+        known = bt.moments(model, data)
+        before = model(data[0])
+        plain, scaled = (bt.curves(model, moments=known, batches=some) for some in ([], data))
+        assert torch.equal(model(data[0]), before), "the model is as it was"
+        assert model.training
+        for name in plain:
+            ratios = [b.loss / a.loss for a, b in zip(plain[name], scaled[name], strict=True) if a.loss > 0]
+            assert max(ratios) == pytest.approx(min(ratios)), "one scale for a layer"
+        # For one option the scaled loss is what the answer loses when it alone is taken.
+        option = min((c for c in plain["q"] if c.loss > 0), key=lambda c: abs(c.loss - 0.05))
+        scale = next(b.loss / a.loss for a, b in zip(plain["q"], scaled["q"], strict=True) if a.loss > 0)
+        report = bt.replace_(model, {"q": bt.parse(option.structure)}, init="project", moments=known, sweeps=2)
+        lost = [((model(x) - net_answer(x)).square().mean() / net_answer(x).square().mean()).item() for x in data]
+        assert sum(lost) / 2 / report.rows[0].output_error ** 2 == pytest.approx(scale, rel=0.05)
+
+    def test_levels_thin_out_a_family(self) -> None:
+        for levels in (2, 5, 10):
+            options = bt.curves(net(), candidates=["low_rank"], levels=levels, layers={"first": True})["first"]
+            assert 2 <= len(options) <= levels + 1
+            assert all(c.cost_after <= c.cost_before for c in options)
+
+    def test_what_cannot_be_is_told(self) -> None:
+        options = bt.curves(net(), candidates=[bt.Monarch(2)])
+        with pytest.raises(bt.PlanError, match="above 0 and at most 1"):
+            bt.budget(options, 0)
+        with pytest.raises(bt.PlanError, match=r"keep \d+.\d% already"):
+            bt.budget(options, 0.05)
+        with pytest.raises(bt.PlanError, match="cost is"):
+            bt.curves(net(), cost="time")  # type: ignore[arg-type]
+
+
+def test_time_as_a_cost() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8, bias=False))
+    price = bt.timed(32768, device="NVIDIA H200")
+    assert price(bt.BTT(), 4096, 4096) < price(None, 4096, 4096) / 5
+    assert price(bt.BTT(rank=63), 4096, 4096) == float("inf"), "nobody measured it"
+    assert bt.timed(64, device="NVIDIA H200")(None, 4096, 4096) > 0, "measured beside BTT alone"
+    found = bt.curves(model, cost=price, candidates=[bt.BTT(), bt.BTT(rank=63)])["0"]
+    assert [c.structure for c in found] == ["dense", "btt"]
+    with pytest.raises(bt.ButtressError, match="nothing near"):
+        price(None, 3, 5)
+
+
+def test_time_measured_now() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8))
+    found = bt.curves(model, cost=bt.timed(64, device="cpu"), candidates=[bt.Monarch(32)])
+    assert found["0"][0].structure == "dense"
+    assert all(0 < c.cost_after <= c.cost_before for c in found["0"])
+
+
+@pytest.mark.gpu
+def test_time_measured_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8, bias=False)).cuda()
+    found = bt.curves(model, cost=bt.timed(16384, device="cuda"), candidates=[bt.BTT()])["0"]
+    assert [c.structure for c in found] == ["dense", "btt"]
+    assert found[1].cost_after < found[1].cost_before / 2
+
+
+@pytest.mark.parametrize("name", list(bt.structures()))
+def test_families_grow(name: str) -> None:
+    """None is refused by projection for its rank, and there is one that costs less than dense if anything can."""
+    for d_in, d_out in ((24, 36), (64, 64), (13, 7), (1, 1)):
+        members = list(bt.structures()[name].family(d_in, d_out))
+        costs = [m.chain(d_in, d_out).macs for m in members]
+        assert len(set(members)) == len(members)
+        assert not members or d_in < 20 or min(costs) < d_in * d_out
+        for member in members:
+            bt.project(member, torch.randn(d_out, d_in))
