@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all."""
+"""Files and folders that are written whole or not at all, and locks between processes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,109 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from buttress.errors import PlanError
 
 
 @contextmanager
 def new_folder(folder: Path | str) -> Iterator[Path]:
-    """A folder to fill beside the one that is wanted, put in its place at the end; an existing one is refused."""
-    wanted = Path(folder)
-    if wanted.exists() and not (wanted.is_dir() and not any(wanted.iterdir())):
-        raise PlanError(f"{wanted} exists already: choose another folder, or remove it")
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{wanted.name}.", dir=wanted.parent))
+    """A temporary folder that becomes `folder` when the block ends without an error.
+
+    Args:
+        folder: The final path. It must not exist, or be an empty folder.
+
+    Yields:
+        The temporary folder, a sibling of the final one.
+
+    Raises:
+        PlanError: If `folder` exists and is not an empty folder.
+    """
+    target = Path(folder)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise PlanError(f"{target} exists already: choose another folder, or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         part.chmod(0o755)
         yield part
-        if wanted.exists():
-            wanted.rmdir()
-        os.rename(part, wanted)  # fails if somebody else has filled it meanwhile
+        for file in part.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        if target.exists():
+            target.rmdir()
+        os.rename(part, target)  # fails if another process has filled the folder meanwhile
+        _flush(target.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file that replaces `path`, durably, when the block ends without an error.
+
+    Args:
+        path: The final path. Its folder is created where it is missing.
+
+    Yields:
+        The path to write to. After an error nothing is left of it, and `path` is unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Machines that share a disk may share process ids; the suffix stays, because writers choose a format by it.
+    part = path.with_name(f"{path.stem}.{uuid4().hex}.part{path.suffix}")
+    try:
+        yield part
+        _flush(part)
+        part.replace(path)
+        _flush(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file in one step, so that no reader ever sees half of it."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold an exclusive lock between processes, which ends with the process at the latest.
+
+    Systems without such locks always grant it.
+
+    Args:
+        path: The lock file. Its folder is created where it is missing.
+        wait: Whether to wait for the process that holds the lock.
+
+    Yields:
+        Whether the lock was granted; always true with `wait`.
+
+    Raises:
+        OSError: If the file system cannot lock files.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            import fcntl
+        except ImportError:
+            yield True
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open folders
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

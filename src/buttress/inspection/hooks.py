@@ -1,0 +1,28 @@
+"""Hooks on modules that are removed again whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Handle(Protocol):
+    """What torch's `register_*_hook` methods return."""
+
+    def remove(self) -> None: ...
+
+
+@contextmanager
+def removing(*handles: Handle) -> Iterator[None]:
+    """Remove the hooks behind these handles when the block ends.
+
+    Example:
+        >>> with removing(*(layer.register_forward_hook(record) for layer in layers)):
+        ...     model(x)
+    """
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
