@@ -57,8 +57,9 @@ def replacing(path: Path) -> Iterator[Path]:
         The path to write to. After an error nothing is left of it, and `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Machines that share a disk may share process ids; the suffix stays, because writers choose a format by it.
-    part = path.with_name(f"{path.stem}.{uuid4().hex}.part{path.suffix}")
+    # Not the process id: machines that share a disk may share those. No suffix of its own: a search for "*.jsonl"
+    # must not read half a file.
+    part = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
         yield part
         _flush(part)
