@@ -499,7 +499,7 @@ def test_only_what_is_the_same_can_be_tied() -> None:
         bt.StructuredEmbedding(96, 24, bt.BTT(rank=2)),
         bt.StructuredEmbedding(97, 24, bt.BTT(rank=2), normalize=True),
     ):
-        with pytest.raises(bt.StructureError, match="only modules of one structure, size and normalisation"):
+        with pytest.raises(bt.StructureError, match="only modules of one structure, size and normalization"):
             head.tie_(other)
 
 
@@ -789,7 +789,7 @@ def test_a_new_one_has_the_size_of_the_old() -> None:
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}], ids=str)
 def test_embeddings_that_do_more(options: dict) -> None:
     model = nn.Sequential(nn.Embedding(10, 8, **options), nn.Linear(8, 8))
-    with pytest.raises(bt.PlanError, match=f"0: it was made with {next(iter(options))}.*leave the embedding out"):
+    with pytest.raises(bt.PlanError, match=f"0: it was created with {next(iter(options))}.*leave the embedding out"):
         bt.replace_(model, {"0": bt.BTT()})
     assert type(model[0]) is nn.Embedding
 

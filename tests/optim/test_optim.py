@@ -425,7 +425,7 @@ def test_tied_parameters_appear_once_and_are_explained():
     rows = {r.name: r for r in bt.explain(model, LR, base=Net(16)).rows}
     assert "head.weight" not in rows
     row = rows["embed.weight"]
-    # The table's role decides: one row a token, at the base rate.
+    # The table's role decides: one row per token, at the base rate.
     assert row.multiplier == 1.0
     assert row.why.endswith("shared with head.weight")
     groups = bt.param_groups(model, LR, base=Net(16))
@@ -448,7 +448,7 @@ def test_embeddings_keep_the_base_rate(kind):
         (row,) = bt.explain(model, LR, base=base, rule=rule, weight_decay=0.1).rows
         assert row.multiplier == value
         assert row.weight_decay == 0.1
-        assert row.why.startswith("embedding: one row a token")
+        assert row.why.startswith("embedding: one row per token")
 
 
 def test_convolution_counts_channels_times_kernel():
@@ -701,7 +701,7 @@ def test_explain_shows_where_each_rate_comes_from():
         "factor of btt; width 3072 -> 3072; kappa = 32: slice 32x48 of a 1024x3072 layer, 1 of 2; scale 0.1"
     )
     assert rows["head.weight"].why == "dense; width 64 -> 1024"
-    assert rows["head.bias"].why == "vector: one number a feature; width does not count"
+    assert rows["head.bias"].why == "vector: one number per feature; width does not count"
     assert rows["blocks.0.up.gains.R"].why.startswith("gain: the base rate")
     header, _, *lines = str(table).splitlines()
     assert header.split("  ")[0] == "name"
