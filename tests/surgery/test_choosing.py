@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import buttress as bt
+from buttress.surgery import chosen_layers
 from surgery_models import BODY, FULL, TOKENS, Net, assert_unchanged, snapshot, structured
 
 
@@ -172,3 +173,18 @@ def test_split_of_one_part_is_the_layer_itself() -> None:
     model = Net()
     bt.replace_(model, {"*.qkv": bt.BTT()}, split={"*.qkv": 1})
     assert isinstance(model.blocks[0].qkv, bt.StructuredLinear)
+
+
+def test_chosen_layers_are_all_but_the_head() -> None:
+    model = Net()
+    sites = chosen_layers(model, None)
+    assert list(sites) == BODY
+    assert all(site.owner is model.get_submodule(name) for name, site in sites.items())
+
+
+def test_globs_choose_layers_and_leave_others_out() -> None:
+    model = Net()
+    assert list(chosen_layers(model, {"blocks.0.*": False, "*.qkv": True, "head": True})) == ["blocks.1.qkv", "head"]
+    assert chosen_layers(model, {"*": False}) == {}
+    with pytest.raises(bt.PlanError, match=r"no linear layer matches 'embed': there are blocks\.0\.qkv"):
+        chosen_layers(model, {"embed": True})

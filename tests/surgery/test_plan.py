@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -64,6 +65,18 @@ def test_plan_projects_a_layer_that_started_at_zero() -> None:
     report = plan.apply_(trained, init="project")
     torch.testing.assert_close(trained(TOKENS), wanted, rtol=1e-5, atol=1e-5)
     assert all(row.projection_error < 1e-5 for row in report.rows)
+
+
+@pytest.mark.parametrize("init", ["mup", "project"])
+def test_a_dry_run_of_a_plan_only_reports(init: str) -> None:
+    model = Net()
+    bt.replace_(model, bt.BTT(rank=2), split={"*.qkv": 3})
+    plan, fresh = bt.Plan.of(model), Net()
+    before = snapshot(fresh)
+    dry = plan.apply_(fresh, init=init, dry_run=True)
+    assert_unchanged(fresh, before)
+    assert dry == bt.replace_(copy.deepcopy(fresh), plan, init=init, dry_run=True)
+    assert dry == plan.apply_(fresh, init=init)
 
 
 def test_empty_plan() -> None:

@@ -98,19 +98,20 @@ class ProjectedAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         batch, target = query.shape[:2]
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)  # [N, L, E], [N, S, E], [N, S, E]
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat((k, self.bias_k.expand(batch, 1, -1)), 1)
             v = torch.cat((v, self.bias_v.expand(batch, 1, -1)), 1)
         if self.add_zero_attn:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
         added = k.shape[1] - key.shape[1]
+        # [N, heads, L or S, head_dim]
         q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         mask = self._mask(attn_mask, key_padding_mask, batch, added, q.dtype)
         drop = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            scores = (q * self.head_dim**-0.5) @ k.mT
+            scores = (q * self.head_dim**-0.5) @ k.mT  # [N, heads, L, S]
             weights = (scores if mask is None else scores + mask).softmax(-1)
             weights = F.dropout(weights, drop) if drop else weights
             y = weights @ v

@@ -87,7 +87,9 @@ def choose_entries(
         entries.append(PlanEntry(name, structure, normalize, split=parts))
     if not entries:
         empty = (
-            "the model has no linear layer besides its head" if isinstance(plan, Structure) else "every glob is None"
+            "the model has no linear layer besides its head"
+            if isinstance(plan, Structure)
+            else "the plan selects no layer"
         )
         raise PlanError(f"nothing to replace: {empty}")
     for name in splits.values:

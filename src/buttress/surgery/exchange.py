@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def apply_entries(
     model: nn.Module, entries: Sequence[PlanEntry], sites: Mapping[str, Site], initialization: Initialization
 ) -> Report:
-    """Build every new module, then put them all into the model, or neither.
+    """Build every new module, and only then put them into the model.
 
     Args:
         model: The model to change; with a dry run it stays unchanged.
