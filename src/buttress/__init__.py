@@ -37,13 +37,14 @@ from buttress.errors import (
     ShapeError,
     StructureError,
 )
-from buttress.nn.attention import ProjectedAttention, SplitLinear
+from buttress.nn.attention import ProjectedAttention
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
+from buttress.nn.split_linear import SplitLinear
 from buttress.ops import graphed
-from buttress.optim.groups import Explanation, explain, param_groups
+from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
-from buttress.surgery.replacing import Plan, PlanEntry, Report, densify_, replace_
+from buttress.surgery import Plan, PlanEntry, Report, densify_, replace_
 
 __version__ = "0.2.0.dev0"
 

@@ -25,3 +25,25 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     matches = difflib.get_close_matches(name.lower(), names, n=1)
     return f"; did you mean {matches[0]!r}?" if matches else f": valid names are {', '.join(names)}"
+
+
+def closest_names(name: str, known: Iterable[str], *, limit: int = 8) -> str:
+    """The names closest to one that was not recognized, as a clause, or the first few where none is close.
+
+    Args:
+        name: The name that was not recognized.
+        known: All valid names, at least one.
+        limit: How many names to list where none is close.
+
+    Returns:
+        A clause for an error message.
+
+    Example:
+        >>> closest_names("blocks.0.qvk", ["blocks.0.qkv", "head"])
+        'the nearest are blocks.0.qkv and 1 more'
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    listed = close or names[:limit]
+    more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
+    return f"{'the nearest are' if close else 'there are'} {', '.join(listed)}{more}"

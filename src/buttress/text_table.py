@@ -1,4 +1,4 @@
-"""Plain-text tables: what `replace_`, `explain` and `cost` print."""
+"""Plain-text tables, as `replace_`, `explain` and `cost` print them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,26 @@ from typing import Any
 
 
 def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
-    """A table of dataclass instances, one column a field; numbers to the right, an optional last line of totals."""
+    """Dataclass instances as a table with one column per field, numbers aligned to the right.
+
+    Args:
+        rows: Instances of one dataclass.
+        total: Cells of a last line, one per field.
+
+    Returns:
+        The table, one line per row under a header, or "(nothing)" without rows.
+
+    Example:
+        >>> @dataclass
+        ... class Row:
+        ...     name: str
+        ...     params: int
+        >>> print(render([Row("up", 1024), Row("down", 512)]))
+        name  params
+        ------------
+        up     1,024
+        down     512
+    """
     if not rows:
         return "(nothing)"
     first = rows[0]
@@ -29,7 +48,7 @@ def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
 
 
 def show(value: Any) -> str:
-    """A cell: thousands separated, floats to four digits, nothing for None."""
+    """A value as the text of a cell: thousands separated, floats to four digits, nothing for None or False."""
     match value:
         case None:
             return ""

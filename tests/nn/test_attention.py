@@ -1,4 +1,6 @@
-"""ProjectedAttention against the nn.MultiheadAttention it came from, alone and inside torch's transformer layers."""
+"""ProjectedAttention computes what the nn.MultiheadAttention it came from does."""
+
+from __future__ import annotations
 
 import copy
 import io
@@ -9,14 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import buttress as bt
+from attention_models import BATCH, EMBED, HEADS, SOURCE, TARGET, randomized
 from buttress.nn.attention import PROJECTIONS, unpacked
-
-EMBED, HEADS, BATCH, TARGET, SOURCE = 8, 2, 3, 5, 7
-FULL = bt.LowRank(fraction=1.0)
-"""Holds any matrix of the sizes used here."""
-
-nested_prototype = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
-nested_refused = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 
 CONFIGS = {
     "plain": {},
@@ -45,16 +41,8 @@ MASKS = {
 }
 
 
-def randomised(module: nn.Module) -> nn.Module:
-    """Every parameter drawn anew: biases and normalisations begin at values that hide mistakes."""
-    with torch.no_grad():
-        for p in module.parameters():
-            p.normal_(std=0.4)
-    return module
-
-
 def attention(**options) -> nn.MultiheadAttention:
-    return randomised(nn.MultiheadAttention(EMBED, HEADS, dtype=torch.float64, **options))
+    return randomized(nn.MultiheadAttention(EMBED, HEADS, dtype=torch.float64, **options))
 
 
 def projected(source: nn.MultiheadAttention) -> bt.ProjectedAttention:
@@ -228,7 +216,7 @@ def test_settings_are_kept() -> None:
 def structured_attention(**options) -> nn.Sequential:
     model = nn.ModuleDict({"attention": attention(**options)})
     bt.replace_(model, {"*": bt.BTT(rank=2)})
-    return randomised(model)
+    return randomized(model)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save", "state_dict"])
@@ -289,194 +277,6 @@ def test_frozen_attention_stays_frozen(options: dict) -> None:
     assert [n for n, p in model.named_parameters() if p.requires_grad] == []
     bt.densify_(model)
     assert [n for n, p in model.named_parameters() if p.requires_grad] == []
-
-
-def test_attention_of_another_kind_is_not_touched() -> None:
-    class Doubled(nn.MultiheadAttention):
-        def forward(self, *args, **kwargs):
-            y, weights = super().forward(*args, **kwargs)
-            return 2 * y, weights
-
-    model = nn.ModuleDict({"attention": Doubled(EMBED, HEADS), "linear": nn.Linear(EMBED, EMBED)})
-    report = bt.replace_(model, {"*": bt.BTT()})
-    assert [row.name for row in report.rows] == ["linear"]
-    assert type(model["attention"]) is Doubled
-
-
-# Inside torch's own layers.
-
-
-def encoder_layer(**options) -> nn.TransformerEncoderLayer:
-    settings = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64} | options
-    return randomised(nn.TransformerEncoderLayer(EMBED, HEADS, 16, **settings))
-
-
-def encoder(**options) -> nn.TransformerEncoder:
-    return randomised(nn.TransformerEncoder(encoder_layer(**options), 2))
-
-
-def source_and_padding() -> tuple[Tensor, Tensor]:
-    x = torch.randn(BATCH, SOURCE, EMBED, dtype=torch.float64)
-    pad = torch.zeros(BATCH, SOURCE, dtype=torch.bool)
-    pad[1, -2:] = True
-    pad[2, -1:] = True
-    return x, pad
-
-
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_encoder_layer_keeps_its_outputs(activation: str, norm_first: bool) -> None:
-    layer = encoder_layer(activation=activation, norm_first=norm_first)
-    x, pad = source_and_padding()
-    causal = torch.ones(SOURCE, SOURCE, dtype=torch.bool).triu(1)
-    calls = ({}, {"src_key_padding_mask": pad}, {"src_mask": causal, "is_causal": True})
-    wanted = [layer(x, **call) for call in calls]
-    report = bt.replace_(layer, {"*": FULL}, init="project")
-    assert {row.name for row in report.rows} == {*(f"self_attn.{p}" for p in PROJECTIONS), "linear1", "linear2"}
-    for mode in (True, False):
-        layer.train(mode)
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad):
-                torch.testing.assert_close([layer(x, **call) for call in calls], wanted)
-
-
-FAST_PLANS = ["linear1", "linear2", "self_attn.*", "self_attn.q_proj", "self_attn.out_proj", "*"]
-
-
-@nested_prototype
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("only", FAST_PLANS)
-@pytest.mark.parametrize("whole", [False, True], ids=["layer", "encoder"])
-def test_fast_path_does_not_pass_our_layers_by(whole: bool, only: str, padded: bool) -> None:
-    model = (encoder if whole else encoder_layer)().eval()
-    bt.replace_(model, {f"*.{only}" if whole and only != "*" else only: bt.BTT(rank=2)})
-    x, pad = source_and_padding()
-    options = {"src_key_padding_mask": pad} if padded else {}
-    wanted = model(x, **options).detach()
-    with torch.no_grad():
-        before = model(x, **options)
-        # With gradients on torch never takes its fast path.
-        torch.testing.assert_close(before, wanted)
-        layers = [m for m in model.modules() if isinstance(m, bt.StructuredLinear)]
-        assert layers
-        for layer in layers:
-            for factor in layer.factors.values():
-                kept = factor.clone()
-                factor.zero_()
-                assert not torch.allclose(model(x, **options), before)
-                factor.copy_(kept)
-
-
-@nested_prototype
-@pytest.mark.parametrize("only", FAST_PLANS)
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_fast_path_is_on_again_after_densify(activation: str, only: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    fused = torch._transformer_encoder_layer_fwd
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a, **k: calls.append(a[0]) or fused(*a, **k))
-    model = encoder(activation=activation).eval()
-    x, pad = source_and_padding()
-
-    def fused_calls(**options) -> int:
-        calls.clear()
-        with torch.no_grad():
-            model(x, **options)
-        return len(calls)
-
-    assert fused_calls() == fused_calls(src_key_padding_mask=pad) == 2
-    bt.replace_(model, {f"*.{only}" if only != "*" else only: bt.BTT(rank=2)})
-    assert fused_calls() == fused_calls(src_key_padding_mask=pad) == 0
-    wanted = model(x).detach()
-    bt.densify_(model)
-    assert fused_calls() == fused_calls(src_key_padding_mask=pad) == 2
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), wanted)
-
-
-@nested_prototype
-def test_nested_tensors_are_on_again_after_densify() -> None:
-    model = encoder().eval()
-    x, pad = source_and_padding()
-    bt.replace_(model, {"*": FULL}, init="project")
-    bt.densify_(model)
-    assert model.use_nested_tensor
-    with torch.no_grad():
-        # What nested tensors show for: places that are padding come out as zeros.
-        assert not model(x, src_key_padding_mask=pad)[pad].any()
-
-
-@nested_prototype
-def test_nested_tensors_that_were_off_stay_off() -> None:
-    model = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
-    bt.replace_(model, {"*": FULL})
-    bt.densify_(model)
-    assert not model.use_nested_tensor
-
-
-@nested_prototype
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-def test_encoder_keeps_its_outputs(train: bool, grad: bool) -> None:
-    model = encoder()
-    x, pad = source_and_padding()
-    wanted = model(x, src_key_padding_mask=pad)
-    bt.replace_(model, {"*": FULL}, init="project")
-    model.train(train)
-    with torch.set_grad_enabled(grad):
-        got = model(x, src_key_padding_mask=pad)
-    assert got.shape == wanted.shape
-    torch.testing.assert_close(got[~pad], wanted[~pad])
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.set_grad_enabled(grad):
-            torch.testing.assert_close(twin(x, src_key_padding_mask=pad), got, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("batch_first", [False, True], ids=["", "batch_first"])
-def test_decoder_layer_keeps_its_outputs(batch_first: bool, train: bool) -> None:
-    settings = {"dropout": 0.0, "batch_first": batch_first, "dtype": torch.float64}
-    layer = randomised(nn.TransformerDecoderLayer(EMBED, HEADS, 16, **settings)).train(train)
-    x = torch.randn(5, 5, EMBED, dtype=torch.float64)
-    memory = torch.randn(5, 5, EMBED, dtype=torch.float64)
-    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-    options = {"tgt_mask": causal, "tgt_is_causal": True}
-    wanted = layer(x, memory, **options)
-    report = bt.replace_(layer, {"*": FULL}, init="project")
-    assert len(report.rows) == 10
-    torch.testing.assert_close(layer(x, memory, **options), wanted)
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x, memory, **options), wanted)
-
-
-@nested_prototype
-@nested_refused
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("batch_first", [False, True], ids=["", "batch_first"])
-def test_whole_transformer(batch_first: bool, train: bool) -> None:
-    settings = {"dropout": 0.0, "batch_first": batch_first, "dtype": torch.float64}
-    model = randomised(nn.Transformer(EMBED, HEADS, 1, 1, 16, **settings)).train(train)
-    x, pad = source_and_padding()
-    y = torch.randn(BATCH, TARGET, EMBED, dtype=torch.float64)
-    if not batch_first:
-        x, y = x.transpose(0, 1), y.transpose(0, 1)
-    options = {
-        "src_key_padding_mask": pad,
-        "memory_key_padding_mask": pad,
-        "tgt_mask": torch.ones(TARGET, TARGET, dtype=torch.bool).triu(1),
-    }
-    wanted = model(x, y, **options)
-    report = bt.replace_(model, {"*": FULL}, init="project")
-    assert len(report.rows) == 6 + 10
-    torch.testing.assert_close(model(x, y, **options), wanted)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x, y, **options), wanted)
-    model(x, y, **options).square().sum().backward()
-    for layer in (m for m in model.modules() if isinstance(m, bt.StructuredLinear)):
-        assert all(f.grad is not None and f.grad.isfinite().all() and f.grad.any() for f in layer.factors.values())
-    keys = list(nn.Transformer(EMBED, HEADS, 1, 1, 16).state_dict())
-    bt.densify_(model)
-    assert sorted(model.state_dict()) == sorted(keys)
-    torch.testing.assert_close(model(x, y, **options), wanted)
 
 
 def test_integer_masks_are_refused() -> None:

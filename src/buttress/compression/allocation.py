@@ -25,7 +25,7 @@ from buttress.core.structures import Structure, parse, structures
 from buttress.errors import PlanError, StructureError
 from buttress.inspection.sites import Site
 from buttress.projection.closed_form import Projection, project
-from buttress.surgery.replacing import Plan, PlanEntry, chosen_layers
+from buttress.surgery import Plan, PlanEntry, chosen_layers
 from buttress.text_table import render, show
 
 Cost = Literal["macs", "params"]

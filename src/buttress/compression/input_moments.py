@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from buttress.errors import PlanError
 from buttress.inspection.names import first_match
-from buttress.inspection.sites import find
+from buttress.inspection.sites import find_sites
 
 
 @torch.no_grad()
@@ -33,10 +33,11 @@ def moments(
     >>> seen = moments(model, loader)
     >>> replace_(model, BTT(rank=4), init="project", moments=seen)
     """
-    sites = find(model)
-    chosen, idle = first_match(dict.fromkeys(layers), sites)
-    for glob, why in idle.items():
+    sites = find_sites(model)
+    matches = first_match(dict.fromkeys(layers), sites)
+    for glob, why in matches.unmatched.items():
         raise PlanError(f"no linear layer matches {glob!r}: {why}")
+    chosen = matches.values
     sums: dict[str, Tensor] = {}
     counts: dict[str, float] = {}
     weights: Tensor | None = None

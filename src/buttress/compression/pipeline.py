@@ -28,7 +28,7 @@ from buttress.compression.distillation import heal as run_heal
 from buttress.compression.input_moments import moments
 from buttress.errors import ButtressError, PlanError
 from buttress.files import new_folder
-from buttress.surgery.replacing import Plan, Report, replace_
+from buttress.surgery import Plan, Report, replace_
 
 FEW, CHECKED = 2, 8
 """Batches on which a layer's effect on the answer is measured, and those on which healing must have helped."""

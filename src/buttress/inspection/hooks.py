@@ -1,4 +1,4 @@
-"""Hooks on modules that are removed again whatever happens."""
+"""Hooks on modules that are removed when a block ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ class Handle(Protocol):
 
 @contextmanager
 def removing(*handles: Handle) -> Iterator[None]:
-    """Remove the hooks behind these handles when the block ends.
+    """Remove the hooks behind these handles when the block ends, also if it raises.
+
+    Args:
+        *handles: What torch's `register_*_hook` methods returned.
 
     Example:
         >>> with removing(*(layer.register_forward_hook(record) for layer in layers)):

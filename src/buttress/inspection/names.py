@@ -1,14 +1,16 @@
-"""Finding things in a model by name: canonical names, globs, and what sizes a module has."""
+"""Names of modules and parameters, and the globs that select them."""
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
+
+from buttress.suggestions import closest_names
 
 T = TypeVar("T")
 
@@ -19,24 +21,39 @@ def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module under each of its names, without the levels that wrappers insert.
 
     torch.compile, DistributedDataParallel, FSDP and activation checkpointing put a module inside
-    another; both then have one name, and the inner one bears it.
+    another. Both then have the same name, and the inner module is the one yielded.
+
+    Args:
+        model: The model, wrapped or not.
+
+    Yields:
+        Pairs of a name and a module, parents before their children. The model itself has the empty name.
     """
-    found: dict[str, nn.Module] = {}
-    _walk(model, "", found)
-    yield from found.items()
+    by_name: dict[str, nn.Module] = {}
+    _collect(model, "", by_name)
+    yield from by_name.items()
 
 
-def _walk(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
-    found[name] = module
+def _collect(module: nn.Module, name: str, by_name: dict[str, nn.Module]) -> None:
+    by_name[name] = module
     for key, child in module._modules.items():
         if child is None:
             continue
         wrapped = key in _WRAPPERS or (key == "module" and isinstance(module, nn.parallel.DistributedDataParallel))
-        _walk(child, name if wrapped else join(name, key), found)
+        _collect(child, name if wrapped else join(name, key), by_name)
+
+
+def unique_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, under the first of its names."""
+    visited: set[int] = set()
+    for name, module in modules(model):
+        if id(module) not in visited:
+            visited.add(id(module))
+            yield name, module
 
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter under each of its names; one that is tied has several."""
+    """Every parameter under each of its names; a tied parameter has several."""
     return {
         join(name, key): parameter
         for name, module in modules(model)
@@ -45,54 +62,69 @@ def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def join(name: str, key: str) -> str:
-    """Name of what a module calls `key`; the model itself has the empty name."""
+    """Full name of the child or parameter `key` of a module; the model itself has the empty name."""
     return f"{name}.{key}" if name else key
 
 
-def first_match(
-    rules: Mapping[str, T], names: Iterable[str], *, by_name: Container[str] = ()
-) -> tuple[dict[str, T], dict[str, str]]:
-    """Value of the first glob that matches each name, and why each glob that decides nothing does not.
+def last_part(name: str) -> str:
+    """The name that the parent module uses: what follows the last dot."""
+    return name.rpartition(".")[2]
 
-    Names in `by_name` are matched only by globs that end in their last part, letter by letter.
+
+@dataclass(frozen=True)
+class GlobMatches(Generic[T]):
+    """Which names an ordered mapping of globs selects."""
+
+    values: dict[str, T]
+    """For each matched name, the value of the first glob that matches it."""
+    unmatched: dict[str, str]
+    """For each glob that selects no name, the reason."""
+
+
+def first_match(rules: Mapping[str, T], names: Iterable[str], *, by_name: Container[str] = ()) -> GlobMatches[T]:
+    """Assign to each name the value of the first glob that matches it.
+
+    Args:
+        rules: Globs in order of priority, each with a value.
+        names: The names to match.
+        by_name: Names that only a glob with the same last part matches, with no wildcard in that part.
+
+    Returns:
+        The value of each matched name, and a reason for each glob that selects nothing.
+
+    Example:
+        >>> first_match({"*.mlp.*": 1, "*": 2}, ["h.0.mlp.fc", "head"]).values
+        {'h.0.mlp.fc': 1, 'head': 2}
     """
-    known = list(names)
+    every_name = list(names)
 
     def matches(name: str, glob: str) -> bool:
         return fnmatchcase(name, glob) and (name not in by_name or last_part(name) == last_part(glob))
 
-    chosen: dict[str, T] = {}
-    deciding: dict[str, str] = {}
-    for name in known:
+    values: dict[str, T] = {}
+    deciding_glob: dict[str, str] = {}
+    for name in every_name:
         for glob, value in rules.items():
             if matches(name, glob):
-                chosen[name], deciding[name] = value, glob
+                values[name], deciding_glob[name] = value, glob
                 break
-    idle = {}
+    unmatched = {}
     for glob in rules:
-        if glob not in deciding.values():
-            taken = [deciding[name] for name in known if matches(name, glob)]
-            idle[glob] = f"what it matches is taken by {taken[0]!r} before it" if taken else suggest(glob, known)
-    return chosen, idle
+        if glob not in deciding_glob.values():
+            earlier = [deciding_glob[name] for name in every_name if matches(name, glob)]
+            unmatched[glob] = (
+                f"what it matches is taken by {earlier[0]!r} before it" if earlier else suggest(glob, every_name)
+            )
+    return GlobMatches(values, unmatched)
 
 
-def last_part(name: str) -> str:
-    """What a module is called by the one that holds it."""
-    return name.rpartition(".")[2]
-
-
-def suggest(glob: str, names: Iterable[str], most: int = 8) -> str:
-    """The names nearest to a glob that matched nothing, for an error message."""
-    known = list(names)
-    if not known:
-        return "the model has none"
-    near = difflib.get_close_matches(glob.replace("*", ""), known, n=3, cutoff=0.5)
-    shown = near or known[:most]
-    more = f" and {len(known) - len(shown)} more" if len(known) > len(shown) else ""
-    return f"{'the nearest are' if near else 'there are'} {', '.join(shown)}{more}"
+def suggest(glob: str, names: Iterable[str]) -> str:
+    """The names closest to a glob or name that matched nothing, as a clause for an error message."""
+    every_name = list(names)
+    return closest_names(glob.replace("*", ""), every_name) if every_name else "the model has none"
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer whose weight is stored as (in, out)."""
-    home = sys.modules.get("transformers.pytorch_utils")
-    return home is not None and isinstance(module, home.Conv1D)
+    """Whether a module is transformers' Conv1D: a linear layer whose weight is stored as (in, out)."""
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    return pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D)

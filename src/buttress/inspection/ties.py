@@ -1,4 +1,4 @@
-"""Modules that share their weights: which they are, and what transformers is told about them."""
+"""Modules that share their weights: which they are, and how transformers is informed of them."""
 
 from __future__ import annotations
 
@@ -8,45 +8,66 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from buttress.inspection.sites import unique
+from buttress.inspection.names import unique_modules
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.structured import Structured
 
 T = TypeVar("T")
 
 
-def leaders(model: nn.Module) -> dict[str, str]:
-    """For each structured module that shares its factors with an earlier one: the name of the one that leads.
+def tied_modules(model: nn.Module) -> dict[str, str]:
+    """For each structured module that shares the factors of another, the name of that other one, the leader.
 
-    That is an embedding where there is one, because its rows, not the head's features, have a size of their own.
+    The leader is an embedding where there is one, because its rows have a scale of their own and the features of a
+    head do not.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Names of the followers, each with the name of its leader.
     """
-    found = {name: m for name, m in unique(model) if isinstance(m, Structured)}
-    keys = {name: tuple(map(id, m.factors.values())) for name, m in found.items()}
-    return followers(keys, (name for name, m in found.items() if isinstance(m, StructuredEmbedding)))
+    structured = {name: m for name, m in unique_modules(model) if isinstance(m, Structured)}
+    factor_ids = {name: tuple(map(id, m.factors.values())) for name, m in structured.items()}
+    embeddings = (name for name, m in structured.items() if isinstance(m, StructuredEmbedding))
+    return followers_by_key(factor_ids, embeddings)
 
 
-def followers(keys: Mapping[str, T], first: Iterable[str]) -> dict[str, str]:
-    """Names whose key another name has, too, mapped to that name: one of `first` if possible, else the earliest."""
+def followers_by_key(keys: Mapping[str, T], preferred: Iterable[str]) -> dict[str, str]:
+    """Names that have the same key as another name, each with the name that leads them.
+
+    Args:
+        keys: The key of every name.
+        preferred: Names that lead the others with their key; otherwise the earliest name leads.
+
+    Returns:
+        Names of the followers, each with the name of its leader.
+
+    Example:
+        >>> followers_by_key({"head": 1, "embed": 1, "mix": 2}, ["embed"])
+        {'head': 'embed'}
+    """
     groups: dict[T, list[str]] = {}
-    for name in (*first, *keys):
+    for name in (*preferred, *keys):
         group = groups.setdefault(keys[name], [])
         if name not in group:
             group.append(name)
     return {name: group[0] for group in groups.values() for name in group[1:]}
 
 
-def declare(model: nn.Module) -> None:
-    """Tell the models of transformers in here which of their parameters are tied now; others are left alone.
+def declare_tied_weights(model: nn.Module) -> None:
+    """Update the tied parameters that transformers models keep by name; other models stay as they are.
 
-    They keep pairs by name, which say what is saved once and shared again after loading.
+    Each transformers model inside `model` keeps pairs of names, which say what is saved once and shared again after
+    loading.
     """
     for module in model.modules():
         expanded: Any = getattr(module, "get_expanded_tied_weights_keys", None)
-        known = getattr(type(module), "_tied_weights_keys", None)
-        if expanded is None or not isinstance(known, dict | None):
+        class_pairs = getattr(type(module), "_tied_weights_keys", None)
+        if expanded is None or not isinstance(class_pairs, dict | None):
             continue
-        pairs = _left(known or {}, dict(module.named_parameters(remove_duplicate=False)))
-        for name, leader in leaders(module).items():
+        pairs = _still_tied(class_pairs or {}, dict(module.named_parameters(remove_duplicate=False)))
+        for name, leader in tied_modules(module).items():
             parts = ("factors", "gains") if module.get_submodule(name).gains else ("factors",)
             pairs |= {f"{name}.{part}.": f"{leader}.{part}." for part in parts}
         if pairs != (module._tied_weights_keys or {}):
@@ -54,10 +75,10 @@ def declare(model: nn.Module) -> None:
             vars(module)["all_tied_weights_keys"] = expanded(all_submodels=True)
 
 
-def _left(pairs: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """The pairs of names that still stand for one parameter."""
+def _still_tied(pairs: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """The pairs whose two names still refer to one parameter."""
 
-    def hold(second: str, first: str) -> bool:
+    def tied(second: str, first: str) -> bool:
         # transformers reads names as regular expressions for how parameters begin.
         if not all(any(re.match(name, n) for n in parameters) for name in (second, first)):
             return False
@@ -65,9 +86,9 @@ def _left(pairs: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> d
         # On the meta device nothing is tied yet: a model is tied once it is loaded.
         return one is other or one is None or other is None or one.is_meta
 
-    return {second: first for second, first in pairs.items() if hold(second, first)}
+    return {second: first for second, first in pairs.items() if tied(second, first)}
 
 
-def declared(model: nn.Module) -> bool:
-    """Whether a model of transformers in here has tied parameters left."""
+def declares_tied_weights(model: nn.Module) -> bool:
+    """Whether any transformers model inside still declares tied parameters."""
     return any(getattr(module, "_tied_weights_keys", None) for module in model.modules())

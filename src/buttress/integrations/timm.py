@@ -18,7 +18,7 @@ from torch import nn
 
 from buttress.errors import ButtressError, MissingExtraError, PlanError
 from buttress.files import new_folder
-from buttress.surgery.replacing import Plan
+from buttress.surgery import Plan
 
 try:
     import timm

@@ -21,10 +21,10 @@ from typing import Any
 
 from buttress.errors import MissingExtraError, PlanError
 from buttress.files import new_folder
-from buttress.inspection.sites import find
+from buttress.inspection.sites import find_sites
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.structured import Structured
-from buttress.surgery.replacing import Plan, PlanEntry
+from buttress.surgery import Plan, PlanEntry
 
 try:
     from safetensors import safe_open
@@ -117,7 +117,7 @@ def _names(name: str, model: PreTrainedModel) -> tuple[str, str, str]:
 def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
     """A plan for another model over the same base: with or without a head, names gain or lose the base's prefix."""
     prefix = f"{model.base_model_prefix}."
-    there = find(model, embeddings=True)
+    there = find_sites(model, embeddings=True)
     names = {e.name: next((n for n in _names(e.name, model) if n in there), None) for e in plan.entries}
     entries: list[PlanEntry] = []
     for entry in plan.entries:

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention with projections that are modules, and a linear layer in parts."""
+"""ProjectedAttention: nn.MultiheadAttention whose projections are modules."""
 
 from __future__ import annotations
 
@@ -15,11 +15,39 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 class ProjectedAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention whose q_proj, k_proj, v_proj and out_proj are modules of any kind.
+    """nn.MultiheadAttention whose four projections are modules of any kind.
 
-    torch's own class keeps bare weights and hands them to one fused function, which would pass any
-    module by. Same arguments, same results. It holds no packed weight, and that is what keeps torch's
-    encoder layers off their fast path.
+    nn.MultiheadAttention keeps bare weights and passes them to one fused function, which would bypass any module.
+    This class calls ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` instead. Arguments and results of
+    ``forward`` are the same. It has no packed weight, which keeps the encoder layers of torch off their fused path.
+
+    Args:
+        source: The attention to take sizes, options, ``bias_k``, ``bias_v`` and the training mode from.
+        projections: The modules ``"q_proj"``, ``"k_proj"``, ``"v_proj"`` (from ``embed_dim``, ``kdim`` and ``vdim``
+            features to ``embed_dim``) and ``"out_proj"`` (from ``embed_dim`` to ``embed_dim``).
+
+    Shape:
+        As for nn.MultiheadAttention. With ``batch_first``:
+
+        - query: ``(N, L, embed_dim)``; key: ``(N, S, kdim)``; value: ``(N, S, vdim)``.
+        - output: ``(N, L, embed_dim)``.
+        - weights: ``(N, L, S)``, or ``(N, num_heads, L, S)`` with ``average_attn_weights=False``.
+
+    Attributes:
+        q_proj: Projection of the queries.
+        k_proj: Projection of the keys.
+        v_proj: Projection of the values.
+        out_proj: Projection of the concatenated heads.
+        same_embed_dim: Whether the source kept one packed weight for queries, keys and values.
+
+    Example:
+        >>> model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4, batch_first=True)})
+        >>> report = replace_(model, {"attention.*": BTT(rank=2)})
+        >>> type(model["attention"]).__name__
+        'ProjectedAttention'
+        >>> x = torch.randn(2, 10, 64)
+        >>> model["attention"](x, x, x)[0].shape
+        torch.Size([2, 10, 64])
     """
 
     def __init__(self, source: nn.MultiheadAttention, projections: dict[str, nn.Module]) -> None:
@@ -33,14 +61,14 @@ class ProjectedAttention(nn.MultiheadAttention):
         self.head_dim = source.head_dim
         self.add_zero_attn = source.add_zero_attn
         self.same_embed_dim = source._qkv_same_embed_dim
-        # What torch's encoder layers look at before they take the fast path.
+        # torch's encoder layers check this before they take the fused path.
         self._qkv_same_embed_dim = False
         for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             self.register_parameter(name, None)
         self.q_proj: nn.Module = projections["q_proj"]
         self.k_proj: nn.Module = projections["k_proj"]
         self.v_proj: nn.Module = projections["v_proj"]
-        # torch declares out_proj as a Linear that is never quantised; here it is any module.
+        # torch declares out_proj as a Linear that is never quantized; here it is any module.
         self.add_module("out_proj", projections["out_proj"])
         self.bias_k, self.bias_v = source.bias_k, source.bias_v
         self.train(source.training)
@@ -60,7 +88,7 @@ class ProjectedAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention.forward."""
+        """Attention as in nn.MultiheadAttention.forward: the same arguments and results."""
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched = query.dim() == 3
@@ -70,19 +98,20 @@ class ProjectedAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         batch, target = query.shape[:2]
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)  # [N, L, E], [N, S, E], [N, S, E]
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat((k, self.bias_k.expand(batch, 1, -1)), 1)
             v = torch.cat((v, self.bias_v.expand(batch, 1, -1)), 1)
         if self.add_zero_attn:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
         added = k.shape[1] - key.shape[1]
+        # [N, heads, L or S, head_dim]
         q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         mask = self._mask(attn_mask, key_padding_mask, batch, added, q.dtype)
         drop = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            scores = (q * self.head_dim**-0.5) @ k.mT
+            scores = (q * self.head_dim**-0.5) @ k.mT  # [N, heads, L, S]
             weights = (scores if mask is None else scores + mask).softmax(-1)
             weights = F.dropout(weights, drop) if drop else weights
             y = weights @ v
@@ -97,7 +126,7 @@ class ProjectedAttention(nn.MultiheadAttention):
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, batch: int, added: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """Both masks as one that is added to the scores; keys added by the layer itself are always seen."""
+        """Both masks as one that is added to the scores; keys that the layer itself adds are never masked."""
         mask = None
         if attn_mask is not None:
             # (target, source), or (batch * heads, target, source).
@@ -109,7 +138,14 @@ class ProjectedAttention(nn.MultiheadAttention):
         return mask
 
     def packed(self, projections: dict[str, nn.Linear]) -> nn.MultiheadAttention:
-        """The ordinary nn.MultiheadAttention with these projections."""
+        """The nn.MultiheadAttention that computes the same with these projections.
+
+        Args:
+            projections: The four projections as dense layers, by name.
+
+        Returns:
+            An nn.MultiheadAttention with the same options and training mode.
+        """
         q, k, v, out = (projections[name] for name in PROJECTIONS)
         dense = nn.MultiheadAttention(
             self.embed_dim,
@@ -137,7 +173,15 @@ class ProjectedAttention(nn.MultiheadAttention):
 
 
 def unpacked(source: nn.MultiheadAttention, *, copy: bool = False) -> dict[str, nn.Linear]:
-    """The four projections of an nn.MultiheadAttention as linear layers: views of its weights, or copies."""
+    """The four projections of an nn.MultiheadAttention as linear layers.
+
+    Args:
+        source: The attention, with packed or separate weights.
+        copy: Whether the layers get copies of the weights instead of views.
+
+    Returns:
+        The layers by name, as in `PROJECTIONS`. The parameters of "out_proj" are the attention's own.
+    """
     if source._qkv_same_embed_dim:
         weights: Sequence[Tensor] = source.in_proj_weight.detach().chunk(3)
     else:
@@ -149,17 +193,26 @@ def unpacked(source: nn.MultiheadAttention, *, copy: bool = False) -> dict[str, 
     )
     parts = {}
     for name, weight, bias in zip(PROJECTIONS, weights, biases, strict=False):
-        own = weight.clone() if copy else weight
-        moved = None if bias is None else nn.Parameter(bias.clone(), packed is not None and packed.requires_grad)
-        parts[name] = linear_of(own, moved, requires_grad=trainable).train(source.training)
-    last = source.out_proj
-    # This one is a module of its own already, and stays the same where nobody replaces it.
-    parts["out_proj"] = linear_of(last.weight, last.bias).train(source.training)
+        own_bias = None if bias is None else nn.Parameter(bias.clone(), packed is not None and packed.requires_grad)
+        linear = linear_from_tensors(weight.clone() if copy else weight, own_bias, requires_grad=trainable)
+        parts[name] = linear.train(source.training)
+    # out_proj is a module of its own already: its parameters stay the same where it is not replaced.
+    out_proj = linear_from_tensors(source.out_proj.weight, source.out_proj.bias)
+    parts["out_proj"] = out_proj.train(source.training)
     return parts
 
 
-def linear_of(weight: Tensor, bias: Tensor | None, *, requires_grad: bool = True) -> nn.Linear:
-    """An nn.Linear around tensors that exist; what is a Parameter stays that very Parameter."""
+def linear_from_tensors(weight: Tensor, bias: Tensor | None, *, requires_grad: bool = True) -> nn.Linear:
+    """An nn.Linear around existing tensors.
+
+    Args:
+        weight: The weight, of shape (out_features, in_features). A Parameter is used as it is.
+        bias: The bias, of shape (out_features,), or None. A Parameter is used as it is.
+        requires_grad: Whether new Parameters are trainable.
+
+    Returns:
+        The layer; nothing is copied.
+    """
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
     linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=requires_grad)
     if bias is not None:
@@ -173,41 +226,3 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         raise ShapeError(f"an attention mask is boolean or floating, got {mask.dtype}")
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
-
-
-class SplitLinear(nn.Module):
-    """Linear layers side by side on one input: what becomes of a fused q, k, v projection."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    @property
-    def in_features(self) -> int:
-        size = self.parts[0].in_features
-        assert isinstance(size, int)
-        return size
-
-    @property
-    def out_features(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Outputs of each part."""
-        sizes = [part.out_features for part in self.parts]
-        return tuple(n for n in sizes if isinstance(n, int))
-
-    @property
-    def weight(self) -> Tensor:
-        """The fused matrix, made on each access, for callers that look at `layer.weight`."""
-        return torch.cat([part.weight for part in self.parts if isinstance(part.weight, Tensor)])
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The biases of the parts, one after the other."""
-        biases = [part.bias for part in self.parts if isinstance(part.bias, Tensor)]
-        return torch.cat(biases) if biases else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)

@@ -14,22 +14,48 @@ from buttress.core.scaling import lookup_stds
 from buttress.core.structures import Structure
 from buttress.errors import ShapeError, StructureError
 from buttress.nn.structured import Structured, checked_size
+from buttress.ops.norms import rms
 from buttress.projection.closed_form import project
 
 
 class StructuredEmbedding(Structured):
-    """Rows of a structured matrix of shape (num_embeddings, embedding_dim), looked up by number.
+    """A lookup table whose (num_embeddings, embedding_dim) matrix is structured.
 
-    Its chain is that of StructuredLinear(embedding_dim, num_embeddings, structure), so that a language model's head can
-    share the factors: `head.tie_(embedding)`. A lookup multiplies only what its rows need; the matrix is never made.
+    It can be used wherever nn.Embedding can. A lookup multiplies only what its rows need; the matrix itself is never
+    computed. The chain is that of ``StructuredLinear(embedding_dim, num_embeddings, structure)``, so that the head of
+    a language model can share the factors: ``head.tie_(embedding)``.
 
-    Entries of the rows start with the standard deviation `std`, 1 as in nn.Embedding; with 0 the last-applied factor
-    starts at zero. Looking up `padding_idx` gives no gradient. Its row starts at zero where the last-applied factor has
-    numbers of its own for each row, and otherwise like any other. `normalize` is as in StructuredLinear.
+    Args:
+        num_embeddings: Number of rows.
+        embedding_dim: Size of each row.
+        structure: The structure of the matrix, such as ``BTT(rank=4)``.
+        padding_idx: A row that gets no gradient when it is looked up, counted from the end where negative. It starts
+            at zero where the last-applied factor has entries of its own for each row, else like any other row.
+        std: Standard deviation of the entries of the rows at the start. With 0 the last-applied factor starts at zero.
+        normalize: Whether each factor M acts as ``gain * M * min(1, std / RMS(M))``, as in StructuredLinear.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
 
-    >>> embedding = StructuredEmbedding(50257, 768, BTT(rank=4))
-    >>> embedding(torch.tensor([[15496, 995]])).shape
-    torch.Size([1, 2, 768])
+    Shape:
+        - Input: ``(*)``, int64 or int32 row numbers of any shape.
+        - Output: ``(*, embedding_dim)``.
+
+    Attributes:
+        structure: The structure of the matrix.
+        chain: The chain of factors that the structure has at these sizes, from embedding_dim to num_embeddings.
+        factors: nn.ParameterDict of the factors in order of application, each of shape ``(blocks, d_out, d_in)``.
+        gains: nn.ParameterDict of one gain of shape ``(1,)`` per factor; empty unless ``normalize`` is set.
+        weight: The matrix, of shape ``(num_embeddings, embedding_dim)``, computed on each access.
+        macs: Multiply-accumulates per lookup.
+
+    Raises:
+        ShapeError: If a size is not an integer >= 1, or ``padding_idx`` is not a row.
+        StructureError: If ``structure`` is not a Structure, or ``std`` is negative or non-finite.
+
+    Example:
+        >>> embedding = StructuredEmbedding(50257, 768, BTT(rank=4))
+        >>> embedding(torch.tensor([[15496, 995]])).shape
+        torch.Size([1, 2, 768])
     """
 
     def __init__(
@@ -51,7 +77,7 @@ class StructuredEmbedding(Structured):
             structure,
             width,
             number,
-            # A table that starts at zero has no size of its own yet: its factors are taken for those of one of size 1.
+            # A table that starts at zero has no scale of its own yet: its factors get the scales for std=1.
             stds=partial(lookup_stds, std=std or 1.0),
             zero_init=std == 0,
             normalize=normalize,
@@ -61,78 +87,96 @@ class StructuredEmbedding(Structured):
         self.num_embeddings = number
         self.embedding_dim = width
         self.std = float(std)
-        self.padding_idx = None if padding_idx is None else _row(padding_idx, number)
+        self.padding_idx = None if padding_idx is None else _checked_row(padding_idx, number)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the factors anew; the row of `padding_idx` is zero where that leaves the others alone."""
+        """Draw the factors again; the row of `padding_idx` is zeroed where that leaves the other rows unchanged."""
         super().reset_parameters()
-        self._clear_padding()
+        self._zero_padding_row()
 
-    def _clear_padding(self) -> None:
+    def _zero_padding_row(self) -> None:
         last, sizes = self.chain.factors[-1], self.chain.sizes
         if self.padding_idx is None or not set(self.chain.y) <= set(last.axes):
             return
-        at, rest = dict[str, int](), self.padding_idx
+        position, rest = dict[str, int](), self.padding_idx
         for a in reversed(self.chain.y):
-            rest, at[a] = divmod(rest, sizes[a])
-        block, row = (reduce(lambda n, a: n * sizes[a] + at[a], axes, 0) for axes in (last.batch_axes, last.out_axes))
+            rest, position[a] = divmod(rest, sizes[a])
+        block, row = (
+            reduce(lambda n, a: n * sizes[a] + position[a], axes, 0) for axes in (last.batch_axes, last.out_axes)
+        )
         self.factors[last.name][block, row] = 0
 
     @classmethod
     def from_dense(
         cls, embedding: nn.Embedding, structure: Structure, *, normalize: bool = False
     ) -> StructuredEmbedding:
-        """The structured embedding nearest to a dense one; `project` says how near."""
-        made = cls(
+        """The structured embedding nearest to a dense one, by `project`.
+
+        Args:
+            embedding: The dense embedding; its table is projected.
+            structure: The structure of the new embedding.
+            normalize: As for the class.
+
+        Returns:
+            An embedding on the same device and of the same data type. An all-zero table gives a zero start.
+
+        Example:
+            >>> embedding = StructuredEmbedding.from_dense(nn.Embedding(1000, 64), BTT(rank=4))
+        """
+        structured = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
             structure,
             embedding.padding_idx,
-            std=rms(embedding.weight),
+            std=rms(embedding.weight.detach()).item(),
             normalize=normalize,
             device=embedding.weight.device,
             dtype=embedding.weight.dtype,
         )
-        made.assign(project(structure, embedding.weight).factors if made.std else {})
-        return made
+        structured.assign(project(structure, embedding.weight).factors if structured.std else {})
+        return structured
 
     @torch.no_grad()
     def assign(self, factors: Mapping[str, Tensor]) -> None:
-        """Copy factors into the embedding: the same matrix, shared out so that all have one multiple of their scale."""
+        """Copy factors into the embedding, balanced so that each has the same multiple of its nominal scale.
+
+        The matrix is that of the factors given. Factors of which one is zero are copied as they are, and so is an
+        incomplete set.
+
+        Args:
+            factors: New values by name.
+        """
         wide = {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in factors.items()}
-        over = {n: w.square().mean().sqrt() / self.stds[n] for n, w in wide.items()}
-        if set(wide) == set(self.stds) and all(over.values()):
-            common = torch.stack(list(over.values())).log().mean().exp()
-            wide = {n: w * (common / over[n]) for n, w in wide.items()}
+        multiples = {n: rms(w) / self.stds[n] for n, w in wide.items()}
+        if set(wide) == set(self.stds) and all(multiples.values()):
+            common = torch.stack(list(multiples.values())).log().mean().exp()
+            wide = {n: w * (common / multiples[n]) for n, w in wide.items()}
         super().assign(wide)
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of one lookup."""
+        """Multiply-accumulates per lookup."""
         return ops.row_macs(self.chain)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Look up rows by their numbers `ids`, of any shape."""
         scales = self.scales() if self.normalize else None
-        found = ops.rows(self.chain, self._stored(), ids, scales=scales)
+        rows = ops.rows(self.chain, self.stored_factors(), ids, scales=scales)
         if self.padding_idx is None:
-            return found
-        return torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
+            return rows
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
 
     def extra_repr(self) -> str:
+        """Sizes and options, for `repr`."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         flags = f", std={self.std:.4g}" + (", normalize=True" if self.normalize else "")
         return f"{self.num_embeddings}, {self.embedding_dim}, structure={self.structure}{padding}{flags}"
 
 
-def rms(weight: Tensor) -> float:
-    """Root mean square of a table's entries, which is what the standard deviation of a new one should be."""
-    return float(weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt())
-
-
-def _row(value: int, number: int) -> int:
-    """A row's number, counted from the end where it is negative, as nn.Embedding takes it."""
+def _checked_row(value: int, number: int) -> int:
+    """A row's number, counted from the end where it is negative, as in nn.Embedding."""
     row = index(value)
     if not -number <= row < number:
         raise ShapeError(f"padding_idx must be one of the {number} rows, -{number} to {number - 1}, got {value!r}")

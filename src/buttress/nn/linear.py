@@ -16,16 +16,46 @@ from buttress.projection.closed_form import project
 
 
 class StructuredLinear(Structured):
-    """y = W x + bias with W a structured matrix of shape (out_features, in_features).
+    """Applies y = W x + bias with a structured matrix W, stored as the factors of its chain.
 
-    `factors` holds one (blocks, d_out, d_in) tensor for each factor of the chain, by name. With
-    `zero_init` the last-applied factor starts at zero, so that the output is zero but every factor
-    learns from the second step on. With `normalize` each factor M acts as
-    gain * M * min(1, std / RMS(M)), which keeps activations from growing without bound.
+    It can be used wherever nn.Linear can. The factors are drawn with the standard deviations of `init_std`, the bias
+    starts at zero. Learning rates that suit the factors come from `param_groups`.
 
-    >>> layer = StructuredLinear(1024, 4096, BTT(rank=2))
-    >>> layer(torch.randn(8, 1024)).shape
-    torch.Size([8, 4096])
+    Args:
+        in_features: Size of each input.
+        out_features: Size of each output.
+        structure: The structure of W, such as ``BTT(rank=2)``.
+        bias: Whether the layer has a learnable bias.
+        zero_init: Whether the last-applied factor starts at zero. The output is then zero at the start, and every
+            factor learns from the second step on.
+        normalize: Whether each factor M acts as ``gain * M * min(1, std / RMS(M))``, which bounds the activations.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
+
+    Shape:
+        - Input: ``(*, in_features)`` with any number of leading dimensions, including none.
+        - Output: ``(*, out_features)`` with the same leading dimensions.
+
+    Attributes:
+        structure: The structure of W.
+        chain: The chain of factors that the structure has at these sizes.
+        factors: nn.ParameterDict of the factors in order of application, each of shape ``(blocks, d_out, d_in)``.
+        gains: nn.ParameterDict of one gain of shape ``(1,)`` per factor; empty unless ``normalize`` is set.
+        bias: The bias, of shape ``(out_features,)``, or None.
+        weight: W itself, of shape ``(out_features, in_features)``, computed on each access.
+        recompute: Whether the backward pass computes the intermediates between the factors again instead of storing
+            them: less memory, slightly more time. False by default.
+
+    Raises:
+        ShapeError: If a size is not an integer >= 1.
+        StructureError: If ``structure`` is not a Structure.
+
+    Example:
+        >>> layer = StructuredLinear(1024, 4096, BTT(rank=2))
+        >>> layer(torch.randn(8, 1024)).shape
+        torch.Size([8, 4096])
+        >>> {name: tuple(factor.shape) for name, factor in layer.factors.items()}
+        {'R': (32, 128, 32), 'L': (64, 64, 64)}
     """
 
     def __init__(
@@ -47,7 +77,6 @@ class StructuredLinear(Structured):
         self.in_features = d_in
         self.out_features = d_out
         self.recompute = False
-        """Whether the backward pass makes what lies between the factors anew: less memory, a little more time."""
         self.bias: nn.Parameter | None
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
@@ -56,14 +85,26 @@ class StructuredLinear(Structured):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the factors anew with their rule's scale; gains start at 1, the bias at 0."""
+        """Draw the factors again with their standard deviations; gains start at 1, the bias at 0."""
         super().reset_parameters()
         if self.bias is not None:
             self.bias.zero_()
 
     @classmethod
     def from_dense(cls, linear: nn.Linear, structure: Structure, *, normalize: bool = False) -> StructuredLinear:
-        """The structured layer nearest to a dense one; `project` says how near."""
+        """The structured layer nearest to a dense one, by `project`.
+
+        Args:
+            linear: The dense layer; its weight is projected, its bias copied.
+            structure: The structure of the new layer.
+            normalize: As for the class.
+
+        Returns:
+            A layer on the same device and of the same data type. An all-zero weight gives a zero start.
+
+        Example:
+            >>> layer = StructuredLinear.from_dense(nn.Linear(64, 64), BTT(rank=4))
+        """
         zero = not bool(linear.weight.any())
         layer = cls(
             linear.in_features,
@@ -75,28 +116,35 @@ class StructuredLinear(Structured):
             device=linear.weight.device,
             dtype=linear.weight.dtype,
         )
-        # Zero is exactly what a zero start gives, and leaves the other factors something to learn from.
+        # A zero start represents zero exactly, and keeps the other factors nonzero, so that the layer can learn.
         layer.assign({} if zero else project(structure, linear.weight).factors, linear.bias)
         return layer
 
     @torch.no_grad()
     def assign(self, factors: Mapping[str, Tensor], bias: Tensor | None = None) -> None:
-        """Copy factors, and a bias if given, into the layer so that it computes with them as they are."""
+        """Copy factors, and optionally a bias, into the layer so that it computes with these values.
+
+        Args:
+            factors: New values by name; factors that are not listed stay as they are.
+            bias: New values of the bias, of shape (out_features,).
+        """
         super().assign(factors)
         if bias is not None and self.bias is not None:
             self.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to `x`, of shape (*, in_features)."""
         return ops.apply(
             self.chain,
             x,
-            self._stored(),
+            self.stored_factors(),
             self.bias,
             scales=self.scales() if self.normalize else None,
             recompute=self.recompute,
         )
 
     def extra_repr(self) -> str:
+        """Sizes and options, for `repr`."""
         flags = "".join(f", {name}=True" for name in ("zero_init", "normalize") if getattr(self, name))
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, structure={self.structure}, bias={self.bias is not None}{flags}"

@@ -1,4 +1,4 @@
-"""Structured: a matrix held as the factors of its chain, which is what structured modules have in common."""
+"""Structured: a matrix stored as the factors of its chain, the base of the structured modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from buttress import ops
-from buttress.core.chain import Chain, Factor
+from buttress.core.chain import Chain
 from buttress.core.structures import Structure
 from buttress.errors import ShapeError, StructureError
+from buttress.ops.norms import mean_square
 
 
 def checked_size(label: str, value: int) -> int:
-    """An integer >= 1, or a refusal that names what it is the size of."""
+    """Check that a size is an integer >= 1.
+
+    Args:
+        label: What the size is called, for the error.
+        value: The size.
+
+    Returns:
+        The size as an int.
+
+    Raises:
+        ShapeError: If it is no such integer.
+    """
     try:
         size = index(value)
     except TypeError:
@@ -27,12 +39,29 @@ def checked_size(label: str, value: int) -> int:
 
 
 class Structured(nn.Module):
-    """Factors, gains and the (d_out, d_in) matrix that they make; subclasses say what is done with it.
+    """The factors and gains of a structured (d_out, d_in) matrix; subclasses define how the matrix is used.
 
-    `factors` holds one (blocks, d_out, d_in) tensor for each factor of the chain, by name. With
-    `zero_init` the last-applied factor starts at zero, and so does the matrix. With `normalize` each
-    factor M acts as gain * M * min(1, std / RMS(M)), where std is its entry in `stds`.
+    Args:
+        structure: The structure of the matrix.
+        d_in: Number of columns.
+        d_out: Number of rows.
+        stds: Gives the nominal scale of each factor's entries: what they are drawn with, and the bound of `normalize`.
+        zero_init: Whether the last-applied factor, and with it the matrix, starts at zero.
+        normalize: Whether each factor M acts as ``gain * M * min(1, std / RMS(M))``, where std is its nominal scale.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
+
+    Attributes:
+        factors: nn.ParameterDict of the factors in order of application, each of shape ``(blocks, d_out, d_in)``.
+        gains: nn.ParameterDict of one gain of shape ``(1,)`` per factor; empty unless ``normalize`` is set.
+        stds: Nominal scale of each factor's entries, by name.
+        stands_for: Class that `densify_` restores; None for the usual one, nn.Linear or nn.Embedding.
+
+    Raises:
+        StructureError: If ``structure`` is not a Structure.
     """
+
+    stands_for: type[nn.Module] | None = None
 
     def __init__(
         self,
@@ -57,13 +86,12 @@ class Structured(nn.Module):
         self.zero_init = zero_init
         self.normalize = normalize
         self.stds = stds(self.chain)
-        """Nominal scale of each factor's entries: what they are drawn with, and what `normalize` holds them to."""
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         # Pairs, because ParameterDict would sort a dict: the factors stay in order of application.
         self.factors = nn.ParameterDict(
             [(f.name, nn.Parameter(torch.empty(f.shape, **where))) for f in self.chain.factors]
         )
-        # One number each, but not a scalar: FSDP2 shards no tensor without dimensions.
+        # One entry each, but not a scalar: FSDP2 shards no tensor without dimensions.
         gains = [(f.name, nn.Parameter(torch.empty(1, **where))) for f in self.chain.factors] if normalize else []
         self.gains = nn.ParameterDict(gains)
 
@@ -73,7 +101,7 @@ class Structured(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the factors anew with their nominal scale; gains start at 1."""
+        """Draw the factors again with their nominal scale; gains start at 1."""
         last = self.chain.factors[-1]
         for f in self.chain.factors:
             if self.zero_init and f is last:
@@ -85,57 +113,73 @@ class Structured(nn.Module):
 
     @torch.no_grad()
     def assign(self, factors: Mapping[str, Tensor]) -> None:
-        """Copy factors into the module so that it computes with them as they are."""
+        """Copy factors into the module so that it computes with these values.
+
+        Args:
+            factors: New values by name; factors that are not listed stay as they are.
+        """
         for f in self.chain.factors:
             if f.name not in factors:
                 continue
             self.factors[f.name].copy_(factors[f.name])
             if self.normalize:
-                # A factor above its nominal scale would be cut down: the gain gives it back.
-                self.gains[f.name].copy_(1 / self._cut(f, self.factors[f.name]))
+                # A factor above its nominal scale would be scaled down: the gain undoes that.
+                self.gains[f.name].copy_(1 / self._bound(f.name))
 
     def tie_(self, other: Structured) -> None:
-        """Share the very Parameters of another module of the same chain: one matrix, two uses, trained together."""
+        """Share the Parameters of another module with the same chain: one matrix, used twice and trained together.
+
+        Args:
+            other: The module whose factors and gains this module uses from now on.
+
+        Raises:
+            StructureError: If structure, size or normalization differ.
+
+        Example:
+            >>> embedding = StructuredEmbedding(1000, 64, BTT(rank=2))
+            >>> head = StructuredLinear(64, 1000, BTT(rank=2), bias=False)
+            >>> head.tie_(embedding)
+        """
         if (other.chain, other.normalize) != (self.chain, self.normalize):
             raise StructureError(
-                f"only modules of one structure, size and normalisation can be tied: this is {self._described()}, "
-                f"the other {other._described()}"
+                f"only modules of one structure, size and normalization can be tied: this is {self._description()}, "
+                f"the other {other._description()}"
             )
         for mine, theirs in ((self.factors, other.factors), (self.gains, other.gains)):
             for name, parameter in theirs.items():
                 mine[name] = parameter
         self.stds, self.zero_init = other.stds, other.zero_init
 
-    def _described(self) -> str:
+    def _description(self) -> str:
         normalized = ", normalized" if self.normalize else ""
         return f"{self.structure} {self.chain.d_in} -> {self.chain.d_out}{normalized}"
 
-    def _cut(self, factor: Factor, weight: Tensor) -> Tensor:
-        """min(1, std / RMS), in float32 at least and without waiting for the device."""
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return torch.rsqrt((wide.square().mean() / self.stds[factor.name] ** 2).clamp(min=1.0))
+    def _bound(self, name: str) -> Tensor:
+        """min(1, std / RMS) of a factor, in float32 at least and without waiting for the device."""
+        return torch.rsqrt((mean_square(self.factors[name]) / self.stds[name] ** 2).clamp(min=1.0))
+
+    def stored_factors(self) -> list[Tensor]:
+        """The factors as they are stored, in order of application."""
+        return [self.factors[f.name] for f in self.chain.factors]
 
     def effective_factors(self) -> list[Tensor]:
-        """The factors as they act, in order of application: normalised where that is on."""
-        stored = self._stored()
+        """The factors as they act, in order of application: normalized where `normalize` is set."""
+        stored = self.stored_factors()
         if not self.normalize:
             return stored
         return [w * s.to(w.dtype) for w, s in zip(stored, self.scales(), strict=True)]
 
     def scales(self) -> list[Tensor]:
-        """With `normalize`, what each factor is multiplied by: its gain, and the cut that bounds it."""
-        return [self.gains[f.name] * self._cut(f, self.factors[f.name]) for f in self.chain.factors]
-
-    def _stored(self) -> list[Tensor]:
-        return [self.factors[f.name] for f in self.chain.factors]
+        """With `normalize`, the multiplier of each stored factor: its gain times min(1, std / RMS)."""
+        return [self.gains[f.name] * self._bound(f.name) for f in self.chain.factors]
 
     def to_dense(self) -> Tensor:
-        """The (d_out, d_in) matrix that the factors make."""
+        """The (d_out, d_in) matrix that the factors represent."""
         return ops.dense(self.chain, self.effective_factors())
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix, made on each access, for callers that look at `module.weight`."""
+        """The dense matrix, computed on each access, for callers that read `module.weight`."""
         return self.to_dense()
 
     def _load_from_state_dict(
@@ -148,17 +192,18 @@ class Structured(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        here = f"{prefix.rstrip('.') or 'this layer'} is {self.structure} {self.chain.d_in} -> {self.chain.d_out}"
-        found = {k: tuple(v.shape) for k, v in state_dict.items() if k.startswith(f"{prefix}factors.")}
-        wanted = {f"{prefix}factors.{f.name}": f.shape for f in self.chain.factors}
-        if f"{prefix}weight" in state_dict and not found:
+        layer = f"{prefix.rstrip('.') or 'this layer'} is {self.structure} {self.chain.d_in} -> {self.chain.d_out}"
+        saved_shapes = {k: tuple(v.shape) for k, v in state_dict.items() if k.startswith(f"{prefix}factors.")}
+        own_shapes = {f"{prefix}factors.{f.name}": f.shape for f in self.chain.factors}
+        if f"{prefix}weight" in state_dict and not saved_shapes:
             error_msgs.append(
-                f"{here}, but the checkpoint holds a dense weight: load it into the dense model first, then "
+                f"{layer}, but the checkpoint holds a dense weight: load it into the dense model first, then "
                 "replace_(model, plan, init='project')"
             )
-        elif any(wanted.get(key) != shape for key, shape in found.items()):
+        elif any(own_shapes.get(key) != shape for key, shape in saved_shapes.items()):
             error_msgs.append(
-                f"{here} with factors {wanted}, but the checkpoint was made with another structure or size: {found}. "
+                f"{layer} with factors {own_shapes}, but the checkpoint is of another structure or size: "
+                f"{saved_shapes}. "
                 "Build the model from the plan that was saved with it: Plan.from_json(text).apply_(model)"
             )
         super()._load_from_state_dict(

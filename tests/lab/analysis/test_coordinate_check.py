@@ -19,7 +19,7 @@ import buttress as bt
 from buttress.core import scaling
 from buttress.lab.diagnostics import CoordinateCheck, coordinate_check, plot
 from buttress.lab.models import MLP
-from buttress.optim import groups as optim
+from buttress.optim import rates as optim
 
 TOLERANCE = 0.35
 """Largest slope of log RMS against log width that passes for flat. A missing multiplier gives 0.5 or more."""

@@ -1,0 +1,171 @@
+"""What a module says of its parameters: which matrix each belongs to, and the sizes of that matrix.
+
+The facts come from the module that owns a parameter, by name. Nothing is attached to parameters, so the facts hold
+after deepcopy, torch.compile, fully_shard and loading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from buttress.core.chain import Chain
+from buttress.core.scaling import lookup
+from buttress.inspection.names import is_conv1d, join, modules
+from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.linear import StructuredLinear
+from buttress.nn.split_linear import SplitLinear
+from buttress.nn.structured import Structured
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterFacts:
+    """One parameter as its module describes it.
+
+    Attributes:
+        kind: What the parameter is, in words, for the explanation.
+        layer: Name of the module whose width counts.
+        d_in: Input size of the matrix; 1 for a vector.
+        d_out: Output size of the matrix, or length of the vector.
+        is_matrix: False for vectors and embeddings, which add up no inputs.
+        decays: Whether weight decay applies.
+        chain: For a factor, the chain that it belongs to.
+        factor: For a factor, its name in the chain.
+        std: For a factor, its nominal scale.
+        row_std: For a factor of an embedding, the scale of the entries of the rows.
+        share: The fraction of a fused layer's outputs that this layer has.
+    """
+
+    kind: str
+    layer: str
+    d_in: int = 1
+    d_out: int
+    is_matrix: bool = False
+    decays: bool
+    chain: Chain | None = None
+    factor: str | None = None
+    std: float | None = None
+    row_std: float | None = None
+    share: float = 1.0
+
+    @property
+    def layer_sizes(self) -> tuple[int, int]:
+        """Input and output size of the dense layer: for a factor, those of the whole layer."""
+        return (self.chain.d_in, self.chain.d_out) if self.chain else (self.d_in, self.d_out)
+
+
+def parameter_facts(model: nn.Module) -> dict[str, ParameterFacts]:
+    """The facts about every parameter of a model.
+
+    Args:
+        model: The model; it may be on the meta device.
+
+    Returns:
+        Facts by parameter name. A tied parameter is listed under each of its names.
+    """
+    facts: dict[str, ParameterFacts] = {}
+    shares: dict[int, float] = {}
+    for name, module in modules(model):
+        if isinstance(module, SplitLinear):
+            shares |= {id(p): n / module.out_features for p, n in zip(module.parts, module.sizes, strict=True)}
+        for key, f in _module_facts(name, module).items():
+            # A structured layer describes its factors before the ParameterDict that holds them does.
+            facts.setdefault(join(name, key), replace(f, share=shares.get(id(module), 1.0)))
+    return facts
+
+
+def _module_facts(name: str, module: nn.Module) -> dict[str, ParameterFacts]:
+    """Facts about the parameters that one module owns, by their names in it."""
+    facts = {key: _dense_facts(name, module, key, p) for key, p in module.named_parameters(recurse=False)}
+    return facts | _structured_facts(name, module) if isinstance(module, Structured) else facts
+
+
+def _dense_facts(name: str, module: nn.Module, key: str, p: nn.Parameter) -> ParameterFacts:
+    """Facts about a parameter that is stored as it acts."""
+    decays = p.dim() >= 2
+    if (matrix := _dense_matrix(name, module, key, p)) is not None:
+        return matrix
+    d_out = p.shape[-1] if p.dim() else 1
+    if isinstance(module, nn.MultiheadAttention) and key == "in_proj_bias":
+        d_out //= 3
+    kind = "vector: one number per feature"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        kind = "embedding: one row per token"
+    elif p.dim() >= 2:
+        kind = "bare parameter: taken for a table, not a matrix"
+    return ParameterFacts(kind=kind, layer=name, d_out=d_out, decays=decays)
+
+
+def _dense_matrix(name: str, module: nn.Module, key: str, p: nn.Parameter) -> ParameterFacts | None:
+    """Facts about a parameter that is a matrix applied to features; None for any other."""
+    layer = name
+    if isinstance(module, nn.Linear) and key == "weight":
+        kind, (d_out, d_in) = "dense", p.shape
+    elif is_conv1d(module) and key == "weight":
+        kind, (d_in, d_out) = "dense (Conv1D)", p.shape
+    elif isinstance(module, nn.modules.conv._ConvNd) and key == "weight":
+        kind, d_in, d_out = "convolution", p[0].numel(), p.shape[0]
+        if module.transposed:  # stored as (in, out, ...)
+            d_in, d_out = p[:, 0].numel() // module.groups, p.shape[1] * module.groups
+    elif isinstance(module, nn.MultiheadAttention) and key.endswith("proj_weight"):
+        kind, (d_out, d_in) = "dense (attention)", p.shape
+        if key == "in_proj_weight":  # three matrices in one
+            d_out //= 3
+        else:  # q_proj_weight corresponds to the weight of q_proj in a ProjectedAttention
+            layer = f"{name}.{key.removesuffix('_weight')}"
+    else:
+        return None
+    return ParameterFacts(kind=kind, layer=layer, d_in=d_in, d_out=d_out, is_matrix=True, decays=p.dim() >= 2)
+
+
+def _structured_facts(name: str, module: Structured) -> dict[str, ParameterFacts]:
+    """Facts about the factors, gains and bias of a structured module."""
+    if isinstance(module, StructuredEmbedding):
+        factors = _embedding_factors(name, module)
+    else:
+        factors = _linear_factors(name, module)
+    facts = {f"factors.{key}": f for key, f in factors.items()}
+    gain = ParameterFacts(kind="gain: the base rate", layer=f"{name}.gains", d_out=1, decays=False)
+    facts |= {f"gains.{key}": gain for key in module.gains}
+    if isinstance(module, StructuredLinear):
+        facts["bias"] = ParameterFacts(
+            kind="vector: one number per feature", layer=name, d_out=module.out_features, decays=False
+        )
+    return facts
+
+
+def _linear_factors(name: str, module: Structured) -> dict[str, ParameterFacts]:
+    return {
+        f.name: ParameterFacts(
+            kind=f"factor of {module.structure}",
+            layer=name,
+            d_in=f.d_in,
+            d_out=f.d_out,
+            is_matrix=True,
+            decays=True,
+            chain=module.chain,
+            factor=f.name,
+            std=module.stds[f.name],
+        )
+        for f in module.chain.factors
+    }
+
+
+def _embedding_factors(name: str, module: StructuredEmbedding) -> dict[str, ParameterFacts]:
+    """Like the rows of a dense embedding, factors whose rows are looked up are not applied to features."""
+    reads = lookup(module.chain)
+    return {
+        f.name: ParameterFacts(
+            kind=f"factor of {module.structure}: rows are looked up",
+            layer=name,
+            d_in=round(reads[f.name].fan_in),
+            d_out=module.chain.d_in,
+            decays=True,
+            chain=module.chain,
+            factor=f.name,
+            std=module.stds[f.name],
+            row_std=module.std or 1.0,
+        )
+        for f in module.chain.factors
+    }

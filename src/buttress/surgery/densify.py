@@ -1,0 +1,112 @@
+"""densify_: structured layers back to dense ones, in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from buttress.errors import PlanError
+from buttress.inspection.names import is_conv1d, unique_modules
+from buttress.inspection.sites import individually_compiled, put_module, refuse_wrapped
+from buttress.inspection.ties import declare_tied_weights, tied_modules
+from buttress.nn.attention import PROJECTIONS, ProjectedAttention, linear_from_tensors
+from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.linear import StructuredLinear
+from buttress.nn.split_linear import SplitLinear
+from buttress.nn.structured import Structured
+from buttress.surgery.torch_encoders import set_fused_path, structured_encoders
+
+
+def densify_(model: nn.Module) -> nn.Module:
+    """Turn every structured layer back into a dense layer of the class that it replaced, in place.
+
+    That class is nn.Linear, transformers' Conv1D, nn.Embedding, or nn.MultiheadAttention for all of its projections.
+    Modules that share their factors share one weight again.
+
+    Args:
+        model: The model to change. A model without structured layers stays as it is.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: If the model is itself one structured layer, is wrapped for distributed training, or contains a
+            structured layer that was compiled by itself.
+
+    Example:
+        >>> report = replace_(model, BTT(rank=2))
+        >>> model = densify_(model)
+        >>> torch.save(model.state_dict(), "dense.pt")  # the keys of the original model
+    """
+    structured_kinds = (SplitLinear, Structured, ProjectedAttention)
+    if isinstance(model, structured_kinds):
+        raise PlanError("the model is itself one structured layer, which cannot be turned in place: use to_dense()")
+    refuse_wrapped(model)
+    compiled = individually_compiled(model)
+    if any(isinstance(m, structured_kinds) for m in model.modules() if id(m) in compiled):
+        raise PlanError("a structured layer was compiled by itself, and the compiled code keeps it: compile afterwards")
+    encoders = structured_encoders(model)
+    tied = tied_modules(model)
+    dense_layers: dict[str, nn.Module] = {}
+    done: tuple[str, ...] = ()
+    for name, module in list(unique_modules(model)):
+        if name.startswith(done):
+            continue
+        if isinstance(module, ProjectedAttention):
+            done += (f"{name}.",)
+            put_module(model, name, module.packed({p: _dense_linear(getattr(module, p)) for p in PROJECTIONS}))
+        elif isinstance(module, SplitLinear | Structured):
+            done += (f"{name}.",)
+            dense_layers[name] = _dense_layer(module)
+            put_module(model, name, dense_layers[name])
+    for name, leader in tied.items():
+        if name in dense_layers and leader in dense_layers:
+            follower, leading = dense_layers[name], dense_layers[leader]
+            if is_conv1d(follower) == is_conv1d(leading):
+                follower.weight = leading.weight
+    declare_tied_weights(model)
+    set_fused_path(encoders, allowed=True)
+    return model
+
+
+def _dense_layer(module: SplitLinear | Structured) -> nn.Module:
+    """The dense layer of the class that the module replaced."""
+    if isinstance(module, StructuredEmbedding):
+        return _dense_embedding(module)
+    linear = _dense_linear(module)
+    if module.stands_for is None:
+        return linear
+    with torch.device("meta"):
+        transposed = module.stands_for(linear.out_features, linear.in_features)
+    transposed.weight = nn.Parameter(linear.weight.detach().T.contiguous(), linear.weight.requires_grad)
+    transposed.bias = linear.bias
+    return transposed.train(module.training)
+
+
+def _dense_embedding(module: StructuredEmbedding) -> nn.Embedding:
+    trainable = next(iter(module.factors.values())).requires_grad
+    table = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
+    table.weight = nn.Parameter(module.to_dense().detach().contiguous(), trainable)
+    return table.train(module.training)
+
+
+def _dense_linear(module: nn.Module) -> nn.Linear:
+    if isinstance(module, nn.Linear):
+        return module
+    if isinstance(module, SplitLinear):
+        return _fused_linear(module)
+    assert isinstance(module, StructuredLinear)
+    trainable = next(iter(module.factors.values())).requires_grad
+    weight = module.to_dense().detach().contiguous()
+    return linear_from_tensors(weight, module.bias, requires_grad=trainable).train(module.training)
+
+
+def _fused_linear(module: SplitLinear) -> nn.Linear:
+    """The layer in one piece; whether it is trainable is taken from the first part."""
+    parts = [_dense_linear(part) for part in module.parts]
+    weight = torch.cat([p.weight.detach() for p in parts])
+    bias = None
+    if parts[0].bias is not None:
+        bias = nn.Parameter(torch.cat([p.bias.detach() for p in parts]), parts[0].bias.requires_grad)
+    linear = linear_from_tensors(weight, bias, requires_grad=parts[0].weight.requires_grad)
+    return linear.train(module.training)

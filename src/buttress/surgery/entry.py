@@ -1,0 +1,67 @@
+"""PlanEntry: how one layer is replaced, and its form in JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from buttress.core.structures import Structure, parse
+from buttress.errors import PlanError
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """How one linear layer or embedding is replaced.
+
+    Attributes:
+        name: Name of the layer in the model.
+        structure: The structure of its matrix, or of each part of it.
+        normalize: Whether the factors are normalized, as for StructuredLinear.
+        zero_init: For each part, whether it starts at zero; None where the dense weight decides.
+        split: Output sizes of the parts that a fused layer is split into; None for a layer in one piece.
+        std: Standard deviation of an embedding's rows at the start; None for that of the table that is replaced.
+        tied: Name of the entry whose factors this one shares, or None.
+
+    Example:
+        >>> plan = Plan((PlanEntry("mlp.0", BTT(rank=2)), PlanEntry("qkv", BTT(rank=2), split=(64, 64, 64))))
+    """
+
+    name: str
+    structure: Structure
+    normalize: bool = False
+    zero_init: tuple[bool, ...] | None = None
+    split: tuple[int, ...] | None = None
+    std: float | None = None
+    tied: str | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        """The entry as a dict that JSON can hold."""
+        return asdict(self) | {"structure": str(self.structure)}
+
+    @classmethod
+    def from_row(cls, row: Any) -> PlanEntry:
+        """The entry that `to_row` wrote.
+
+        Args:
+            row: The decoded JSON, of any type: it may come from a file.
+
+        Returns:
+            The entry.
+
+        Raises:
+            PlanError: If fields are missing or of the wrong type, or the structure is unknown.
+        """
+        try:
+            split, zero_init = row["split"], row["zero_init"]
+            std, tied = row.get("std"), row.get("tied")  # plans from before there were embeddings lack these
+            return cls(
+                name=str(row["name"]),
+                structure=parse(str(row["structure"])),
+                normalize=bool(row["normalize"]),
+                zero_init=None if zero_init is None else tuple(bool(z) for z in zero_init),
+                split=None if split is None else tuple(int(n) for n in split),
+                std=None if std is None else float(std),
+                tied=None if tied is None else str(tied),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"a layer of this plan cannot be read ({error}): {row!r}") from None

@@ -1,0 +1,72 @@
+"""replace_: linear layers and embeddings of a model replaced by structured ones, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from buttress.core.structures import Structure
+from buttress.errors import PlanError
+from buttress.inspection.sites import find_sites, refuse_wrapped
+from buttress.surgery.choosing import Split, choose_entries
+from buttress.surgery.exchange import apply_entries
+from buttress.surgery.plan import Plan
+from buttress.surgery.replacement import Init, Initialization
+from buttress.surgery.report import Report
+
+
+def replace_(
+    model: nn.Module,
+    plan: Structure | Mapping[str, Structure | None] | Plan,
+    *,
+    init: Init = "mup",
+    normalize: bool = False,
+    split: Mapping[str, Split] | None = None,
+    moments: Mapping[str, Tensor] | None = None,
+    sweeps: int | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Replace linear layers by structured ones, in place; if anything fails, the model is unchanged.
+
+    Linear layers are nn.Linear, transformers' Conv1D, and the projections q_proj, k_proj, v_proj and out_proj of
+    nn.MultiheadAttention. An nn.Embedding is replaced only by a glob that ends in its own name without a wildcard
+    ("transformer.wte", "*.wte"), never by "*" or a Structure. A head that shares an embedding's weight keeps sharing
+    it where both get the same structure. Biases stay the same Parameters; a fused layer's bias is split with it.
+
+    Replace layers before wrapping a model in DDP or FSDP and before adding hooks.
+
+    Args:
+        model: The model to change.
+        plan: A Structure for every linear layer but the output head; or an ordered mapping of name globs to a
+            Structure, or to None for layers to leave alone, where the first match wins; or a saved Plan. The head is
+            what `get_output_embeddings()` or `get_classifier()` names, else the last linear layer.
+        init: "mup" draws new weights (a zero weight gives a zero start); "project" keeps the nearest to the old ones.
+        normalize: Whether the new factors are normalized, as for StructuredLinear.
+        split: Globs of fused layers, each with a number of equal parts or a tuple of output sizes: {"*.c_attn": 3}.
+        moments: Second moments of the layers' inputs, from `moments()`. With them init="project" minimizes the error
+            of the outputs instead of that of the weights.
+        sweeps: Sweeps of `project`, for init="project".
+        dry_run: Whether to report only, and leave the model as it is.
+
+    Returns:
+        One row per replaced layer, and the parameters of the model before and after.
+
+    Raises:
+        PlanError: If the plan does not fit the model: a glob that selects nothing, a layer that cannot be replaced
+            (each says why), a split that does not add up, or nothing to replace.
+
+    Example:
+        >>> report = replace_(model, {"*.mlp.*": BTT(rank=2), "*.attn.*": Monarch(4)})
+        >>> report = replace_(model, {"transformer.wte": BTT(rank=4), "lm_head": BTT(rank=4)})  # stay tied
+        >>> print(replace_(model, BTT(rank=2), split={"*.c_attn": 3}, dry_run=True))
+    """
+    if isinstance(plan, Plan):
+        if split or normalize:
+            raise PlanError("a saved Plan already says what is split and normalized: leave those arguments out")
+        return plan.apply_(model, init=init, moments=moments, sweeps=sweeps, dry_run=dry_run)
+    initialization = Initialization.checked(init, moments, sweeps, dry_run=dry_run)
+    refuse_wrapped(model)
+    sites = find_sites(model, embeddings=True)
+    entries = choose_entries(model, plan, sites, normalize=normalize, split=split or {})
+    return apply_entries(model, entries, sites, initialization)

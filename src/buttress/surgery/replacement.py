@@ -1,0 +1,253 @@
+"""Building the modules that replace layers; the model itself stays unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from buttress.errors import ButtressError, PlanError
+from buttress.inspection.names import is_conv1d
+from buttress.inspection.sites import Site
+from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.linear import StructuredLinear
+from buttress.nn.split_linear import SplitLinear
+from buttress.nn.structured import Structured
+from buttress.ops.norms import rms
+from buttress.projection.closed_form import project
+from buttress.surgery.entry import PlanEntry
+from buttress.surgery.report import ProjectionErrors, ReplacedRow, report_row
+
+Init = Literal["mup", "project"]
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """Where the weights of new modules come from.
+
+    Attributes:
+        project: Whether they are projected from the dense weights; otherwise they are drawn.
+        moments: Second moments of the layers' inputs, by name, for the projection.
+        sweeps: Sweeps of the projection; None for its default.
+        dry_run: Whether modules are built on the meta device, for the report alone.
+    """
+
+    project: bool = False
+    moments: Mapping[str, Tensor] = field(default_factory=dict)
+    sweeps: int | None = None
+    dry_run: bool = False
+
+    @classmethod
+    def checked(
+        cls, init: Init, moments: Mapping[str, Tensor] | None, sweeps: int | None, *, dry_run: bool
+    ) -> Initialization:
+        """The initialization for the arguments of `replace_`.
+
+        Raises:
+            PlanError: If `init` is unknown, or moments or sweeps are given without a projection.
+        """
+        if init not in ("mup", "project"):
+            raise PlanError(f"init must be 'mup' or 'project', got {init!r}")
+        if init == "mup" and (moments is not None or sweeps is not None):
+            raise PlanError("moments and sweeps are for init='project': new weights are not fitted to anything")
+        return cls(init == "project", moments or {}, sweeps, dry_run)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One layer of a model with the module that replaces it.
+
+    Attributes:
+        site: Where the layer is in the model.
+        entry: How it is replaced.
+        module: The new module.
+        rows: Its rows of the report: one, or one per part.
+    """
+
+    site: Site
+    entry: PlanEntry
+    module: nn.Module
+    rows: tuple[ReplacedRow, ...]
+
+
+def build_replacements(
+    model: nn.Module,
+    entries: Sequence[PlanEntry],
+    sites: Mapping[str, Site],
+    initialization: Initialization,
+    remaining: Mapping[int, list[str]],
+) -> list[Replacement]:
+    """Build the new module of every entry.
+
+    Args:
+        model: The model, which stays unchanged.
+        entries: What to replace, and how.
+        sites: Every linear layer and embedding of the model, by name.
+        initialization: Where the weights come from.
+        remaining: Names of the parameters of modules that stay, by the parameter's id.
+
+    Returns:
+        One replacement per entry, in the same order.
+
+    Raises:
+        PlanError: If a layer cannot be replaced as its entry says.
+    """
+    built: dict[str, Replacement] = {}
+    for entry in sorted(entries, key=lambda e: e.tied is not None):  # leaders before their followers
+        site = sites[entry.name]
+        try:
+            _check_replaceable(model, site, remaining)
+            if entry.tied is None:
+                built[entry.name] = build(site, entry, initialization)
+            else:
+                built[entry.name] = build_tied(site, entry, built[entry.tied], initialization)
+        except ButtressError as error:
+            raise PlanError(f"{entry.name or '(model)'}: {error}; the model is unchanged") from error
+    return [built[entry.name] for entry in entries]
+
+
+def build(site: Site, entry: PlanEntry, initialization: Initialization) -> Replacement:
+    """Build the module, in parts where the entry says so, that replaces one layer.
+
+    Args:
+        site: The layer.
+        entry: How it is replaced.
+        initialization: Where the weights come from.
+
+    Returns:
+        The replacement. The bias of a layer in one piece stays the same Parameter, in case it is shared.
+    """
+    linear = site.read()
+    sizes = _checked_sizes(site, entry, linear)
+    weights = linear.weight.detach().split(list(sizes))
+    parts: list[nn.Module] = []
+    rows = []
+    for i, (weight, bias) in enumerate(zip(weights, _split_bias(linear.bias, sizes), strict=True)):
+        layer, errors = _build_part(site, entry, i, weight, initialization)
+        for parameters in (layer.factors, layer.gains):
+            parameters.requires_grad_(linear.weight.requires_grad)
+        if isinstance(layer, StructuredLinear):
+            layer.bias = bias
+        name = entry.name if len(sizes) == 1 else f"{entry.name}[{i}]"
+        rows.append(report_row(name, site.kind, layer, errors))
+        parts.append(layer.train(linear.training))
+    module = parts[0] if len(sizes) == 1 else SplitLinear(parts).train(linear.training)
+    return Replacement(site, entry, _remember_dense_class(module, site), tuple(rows))
+
+
+def build_tied(site: Site, entry: PlanEntry, leader: Replacement, initialization: Initialization) -> Replacement:
+    """Build the module that replaces one layer and shares the factors of another replacement.
+
+    Args:
+        site: The layer.
+        entry: How it is replaced.
+        leader: The replacement whose factors are shared.
+        initialization: Where the leader's weights come from.
+
+    Returns:
+        The replacement.
+
+    Raises:
+        PlanError: If weights that are projected differ: one of the two would be lost.
+        StructureError: If structure, size or normalization differ from the leader's.
+    """
+    linear = site.read()
+    if initialization.project:
+        _check_same_weight(linear.weight, leader.site)
+    assert isinstance(leader.module, Structured)
+    layer = _new_module(site, entry, 0, linear.weight, "meta")
+    layer.tie_(leader.module)
+    if isinstance(layer, StructuredLinear):
+        layer.bias = linear.bias
+    elif isinstance(layer, StructuredEmbedding) and isinstance(leader.module, StructuredEmbedding):
+        layer.std = leader.module.std
+    errors = ProjectionErrors(weight=leader.rows[0].projection_error)
+    row = report_row(entry.name, site.kind, layer, errors)
+    return Replacement(site, entry, _remember_dense_class(layer.train(linear.training), site), (row,))
+
+
+def _check_replaceable(model: nn.Module, site: Site, remaining: Mapping[int, list[str]]) -> None:
+    if site.is_embedding and len(names := remaining.get(id(site.weight), [])) > 1:
+        raise PlanError(f"its weight is also {', '.join(names)}: replace all of these and by one structure, or none")
+    if site.owner in (model, model._modules.get("_orig_mod")):
+        structured_class = StructuredEmbedding if site.is_embedding else StructuredLinear
+        raise PlanError(
+            "the model is itself one layer, which cannot be replaced in place: use "
+            f"{structured_class.__name__}.from_dense, or wrap it in nn.Sequential"
+        )
+    if site.refusal_reason:
+        raise PlanError(site.refusal_reason)
+
+
+def _checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int, ...]:
+    """Output sizes of the parts, checked against the layer and the other fields of the entry."""
+    sizes = entry.split or (linear.out_features,)
+    if site.is_embedding and len(sizes) > 1:
+        raise PlanError("the plan splits it, which is for fused linear layers and not for embeddings")
+    if sum(sizes) != linear.out_features:
+        raise PlanError(f"the plan splits it into {sizes}, but it has {linear.out_features} outputs")
+    if entry.zero_init is not None and len(entry.zero_init) != len(sizes):
+        raise PlanError(f"the plan gives {len(entry.zero_init)} zero starts for {len(sizes)} parts")
+    return sizes
+
+
+def _split_bias(bias: nn.Parameter | None, sizes: tuple[int, ...]) -> list[nn.Parameter | None]:
+    if bias is None or len(sizes) == 1:
+        return [bias] * len(sizes)
+    return [nn.Parameter(piece.clone(), bias.requires_grad) for piece in bias.detach().split(list(sizes))]
+
+
+def _build_part(
+    site: Site, entry: PlanEntry, part: int, weight: Tensor, initialization: Initialization
+) -> tuple[Structured, ProjectionErrors]:
+    """The new module for one part of a layer, without its bias, and the errors of its projection."""
+    device = "meta" if initialization.dry_run else weight.device
+    if not initialization.project:
+        return _new_module(site, entry, part, weight, device), ProjectionErrors()
+    # A projected module starts where the weight is, even if the plan recorded another start.
+    layer = _new_module(site, replace(entry, zero_init=None, std=None), part, weight, device)
+    return layer, _project_into(layer, weight, entry.name, initialization)
+
+
+def _new_module(site: Site, entry: PlanEntry, part: int, weight: Tensor, device: torch.device | str) -> Structured:
+    """A freshly drawn module for one part of a layer; its start is that of the entry, else of the dense weight."""
+    (d_out, d_in), has_values = weight.shape, not weight.is_meta
+    options: dict[str, Any] = {"normalize": entry.normalize, "device": device, "dtype": weight.dtype}
+    if isinstance(site.owner, nn.Embedding):
+        std = entry.std if entry.std is not None else rms(weight.detach()).item() if has_values else 1.0
+        return StructuredEmbedding(d_out, d_in, entry.structure, site.owner.padding_idx, std=std, **options)
+    zero_init = entry.zero_init[part] if entry.zero_init is not None else has_values and not bool(weight.any())
+    return StructuredLinear(d_in, d_out, entry.structure, bias=False, zero_init=zero_init, **options)
+
+
+def _project_into(layer: Structured, weight: Tensor, name: str, initialization: Initialization) -> ProjectionErrors:
+    """Assign the factors nearest to a weight."""
+    if weight.is_meta:
+        raise PlanError("init='project' needs the weights, but the model is on the meta device")
+    if not bool(weight.any()):
+        # A zero start is exact, and keeps the other factors nonzero, so that the layer can learn.
+        return ProjectionErrors(weight=0.0)
+    moments = initialization.moments.get(name)
+    projection = project(layer.structure, weight, moments=moments, sweeps=initialization.sweeps)
+    if not initialization.dry_run:
+        layer.assign(projection.factors)
+    return ProjectionErrors(projection.relative_error, None if moments is None else projection.output_error)
+
+
+def _check_same_weight(weight: Tensor, leader: Site) -> None:
+    leading_weight = leader.read().weight
+    if weight is not leading_weight and not torch.equal(weight, leading_weight):
+        raise PlanError(
+            f"the plan ties it to {leader.name}, but their weights differ in this model: tie them first, or use an "
+            "entry that is not tied"
+        )
+
+
+def _remember_dense_class(module: nn.Module, site: Site) -> nn.Module:
+    """Record on the module which class `densify_` restores, where that is not the usual one."""
+    if is_conv1d(site.owner) and isinstance(module, Structured | SplitLinear):
+        module.stands_for = type(site.owner)
+    return module

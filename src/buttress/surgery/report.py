@@ -1,0 +1,117 @@
+"""What `replace_` reports: one row per replaced layer, and the totals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.linear import StructuredLinear
+from buttress.nn.structured import Structured
+from buttress.text_table import render, show
+
+
+@dataclass(frozen=True)
+class ReplacedRow:
+    """One replaced linear layer or embedding; a layer that is split has one row per part.
+
+    Attributes:
+        name: Name of the layer; parts of a split layer have their number in brackets.
+        kind: Class of the dense layer.
+        structure: Text of the structure, as `parse` reads it.
+        params_before: Parameters of the dense layer, its bias included.
+        params_after: Parameters of the structured layer, its bias included.
+        macs_before: Multiply-accumulates per token of the dense layer.
+        macs_after: Multiply-accumulates per token of the structured layer.
+        padding: Inputs and outputs that the structure adds; empty where it adds none.
+        zero_start: Whether the layer starts at zero.
+        projection_error: Relative error of the weight with init="project", else None.
+        output_error: Relative error of the outputs where the moments of the inputs were given, else None.
+    """
+
+    name: str
+    kind: str
+    structure: str
+    params_before: int
+    params_after: int
+    macs_before: int
+    macs_after: int
+    padding: str
+    zero_start: bool
+    projection_error: float | None
+    output_error: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `replace_` did, or would do; `str` gives a table with totals.
+
+    Attributes:
+        rows: One row per replaced layer or part, in the model's order.
+        model_params_before: Parameters of the whole model before, each counted once.
+        model_params_after: Parameters of the whole model after, each counted once.
+
+    Example:
+        >>> report = replace_(model, BTT(rank=2), dry_run=True)
+        >>> print(report)
+        >>> sum(row.macs_after for row in report.rows) / sum(row.macs_before for row in report.rows)
+    """
+
+    rows: tuple[ReplacedRow, ...]
+    model_params_before: int
+    model_params_after: int
+
+    def __str__(self) -> str:
+        def total(name: str) -> str:
+            return show(sum(getattr(row, name) for row in self.rows))
+
+        sums = [total(n) for n in ("params_before", "params_after", "macs_before", "macs_after")]
+        whole = f"model: {show(self.model_params_before)} -> {show(self.model_params_after)} parameters"
+        return render(self.rows, total=[f"{len(self.rows)} layers", "", "", *sums, "", "", "", ""]) + f"\n{whole}"
+
+
+@dataclass(frozen=True)
+class ProjectionErrors:
+    """Relative errors of a projection; None where they were not computed."""
+
+    weight: float | None = None
+    output: float | None = None
+
+
+def report_row(name: str, kind: str, layer: Structured, errors: ProjectionErrors) -> ReplacedRow:
+    """The row of one structured layer or part.
+
+    Args:
+        name: Name to report.
+        kind: Class of the dense layer.
+        layer: The structured layer, with its bias in place.
+        errors: Errors of its projection.
+
+    Returns:
+        The row.
+    """
+    chain = layer.chain
+    pad_in, pad_out = chain.padding
+    dense = chain.d_in * chain.d_out
+    macs_before, macs_after = (0, layer.macs) if isinstance(layer, StructuredEmbedding) else (dense, chain.macs)
+    bias = layer.bias if isinstance(layer, StructuredLinear) else None
+    return ReplacedRow(
+        name=name,
+        kind=kind,
+        structure=str(layer.structure),
+        params_before=dense + (0 if bias is None else bias.numel()),
+        params_after=count_parameters(layer.parameters()),
+        macs_before=macs_before,
+        macs_after=macs_after,
+        padding=f"in +{pad_in}, out +{pad_out}" if pad_in or pad_out else "",
+        zero_start=layer.zero_init,
+        projection_error=errors.weight,
+        output_error=errors.output,
+    )
+
+
+def count_parameters(parameters: Iterable[Tensor]) -> int:
+    """Total size of parameters; a lazy one that has no size yet counts as 0."""
+    return sum(0 if isinstance(p, nn.UninitializedParameter) else p.numel() for p in parameters)

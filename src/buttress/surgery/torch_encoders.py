@@ -1,0 +1,49 @@
+"""The fused path of nn.TransformerEncoder, which reads weights without calling the modules that hold them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from buttress.nn.linear import StructuredLinear
+
+_FUSED_ACTIVATIONS = ((1, nn.ReLU, torch.nn.functional.relu), (2, nn.GELU, torch.nn.functional.gelu))
+
+
+def structured_encoders(model: nn.Module) -> list[nn.Module]:
+    """The encoders and encoder layers of torch that contain structured layers, children before their parents."""
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
+    encoders = [m for m in model.modules() if isinstance(m, kinds)]
+    return [m for m in reversed(encoders) if any(isinstance(part, StructuredLinear) for part in m.modules())]
+
+
+def set_fused_path(encoders: Sequence[nn.Module], *, allowed: bool) -> None:
+    """Allow or forbid the fused path of encoders, which would bypass structured layers.
+
+    Args:
+        encoders: Encoders and encoder layers, children before their parents.
+        allowed: Whether torch may take the fused path, where it is able to.
+    """
+    for module in encoders:
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # The flag says which activation the fused path applies; 0 turns the path off.
+            module.activation_relu_or_gelu = _activation_flag(module) if allowed else 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = allowed and _supports_nested_tensor(module)
+
+
+def _activation_flag(layer: nn.TransformerEncoderLayer) -> int:
+    activation = layer.activation
+    flags = (n for n, kind, function in _FUSED_ACTIVATIONS if activation is function or isinstance(activation, kind))
+    return next(flags, 0)
+
+
+def _supports_nested_tensor(encoder: nn.TransformerEncoder) -> bool:
+    """What torch itself decides for an encoder with these layers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where it decides against it
+        fresh = nn.TransformerEncoder(encoder.layers[0], 0, enable_nested_tensor=encoder.enable_nested_tensor)
+    return bool(fresh.use_nested_tensor)

@@ -1,0 +1,121 @@
+"""Multipliers of factors under every rule, extra scales, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import buttress as bt
+from optim_models import LR, MLP, check, mlp, multipliers
+
+
+def test_factors_without_base_get_kappa_alone():
+    got = multipliers(
+        mlp(1024, {"*up": bt.BTT(rank=4), "*down": bt.LowRank(rank=32), "input": bt.TensorTrain(rank=16)})
+    )
+    wanted = {
+        "blocks.0.up.factors.R": 16.0,  # 1024 / (32 * 2)
+        "blocks.0.up.factors.L": 4.0,  # 1024 / (32 * 4 * 2)
+        "blocks.0.down.factors.V": 0.5,  # 4096 / (4096 * 2)
+        "blocks.0.down.factors.U": 64.0,  # 4096 / (32 * 2)
+        "input.factors.R": 32.0,  # 3072 / (48 * 2)
+        "input.factors.L": 1.5,  # 3072 / (64 * 16 * 2)
+        "head.weight": 1.0,
+        "blocks.0.up.bias": 1.0,
+    }
+    check(got, wanted)
+
+
+def test_three_factors_share_the_change_in_three():
+    layer = nn.Sequential(bt.StructuredLinear(512, 512, bt.BTT(cores=3)))
+    check(multipliers(layer), {f"0.factors.G{t}": 512 / (8 * 3) for t in (1, 2, 3)})
+
+
+# SGD's rate goes as d_out / d_in, and a factor of n blocks feels 1/n of the gradient; Muon's as sqrt(d_out / d_in).
+# Width 256, rank 1, base 64.
+#   up     256 -> 1024   16 slices 32 x 16 in R, 32 slices 32 x 16 in L (1024 = 32 * 32, 256 = 16 * 16), base 64 -> 256
+#     sgd    (1024/256) / (256/64) * n * (32/16) / (1024/256) / 2 = n / 4: 4 and 8
+#     muon   the square roots, no n: 1 * sqrt(2) / sqrt(4) / 2 = 0.35355
+#     sign   as Adam: 64/256 * 256/(16*2) = 2
+#   down   1024 -> 256   32 slices 16 x 32 in R, 16 slices 16 x 32 in L
+#     sgd    1 * n * (16/32) / (256/1024) / 2 = n: 32 and 16
+#     muon   1 * sqrt(1/2) / sqrt(1/4) / 2 = 0.70711
+#     sign   256/1024 * 1024/(32*2) = 4
+#   head   256 -> 10     sgd (10/256) / (10/64) = 0.25; muon sqrt(0.25) = 0.5; sign 64/256
+# A bias changes one feature by its own rate; under SGD its gradient shrinks with its size: 256/64 = 4 for down's,
+# 10/10 = 1 for the head's. Under Muon vectors are Adam's: 1.
+RULE_VALUES = {
+    "sgd": {"up": (4.0, 8.0), "down": (32.0, 16.0), "head": 0.25, "down bias": 4.0, "norm": 4.0},
+    "muon": {
+        "up": (0.3535533905932738, 0.3535533905932738),
+        "down": (0.7071067811865476, 0.7071067811865476),
+        "head": 0.5,
+        "down bias": 1.0,
+        "norm": 1.0,
+    },
+    "sign": {"up": (2.0, 2.0), "down": (4.0, 4.0), "head": 0.25, "down bias": 1.0, "norm": 1.0},
+}
+
+
+@pytest.mark.parametrize("rule", RULE_VALUES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_other_rules(rule, normalize):
+    got = multipliers(mlp(256, bt.BTT(), normalize=normalize), base=MLP(64), rule=rule)
+    wanted = RULE_VALUES[rule]
+    for name in ("up", "down"):
+        check(got, {f"blocks.0.{name}.factors.{f}": value for f, value in zip("RL", wanted[name], strict=True)})
+        if normalize:
+            check(got, {f"blocks.0.{name}.gains.{f}": 1.0 for f in "RL"})
+    check(got, {"head.weight": wanted["head"], "head.bias": 1.0})
+    check(got, {"blocks.0.down.bias": wanted["down bias"], "blocks.0.norm.weight": wanted["norm"]})
+
+
+def test_naive_rule_gives_factors_the_dense_rate():
+    aware, naive = (multipliers(mlp(1024, bt.BTT()), base=MLP(64), structure_aware=a) for a in (True, False))
+    dense = multipliers(MLP(1024), base=MLP(64))
+    for name, value in naive.items():
+        if ".factors." in name:
+            assert value == dense[name.partition(".factors.")[0] + ".weight"]
+        else:
+            assert value == dense[name] == aware[name]
+    # 0.0625 against 1 in up and 2 in down, 1 against 32 and 24 at the input.
+    assert aware["blocks.0.up.factors.R"] == pytest.approx(16 * naive["blocks.0.up.factors.R"])
+    assert aware["input.factors.L"] == pytest.approx(24 * naive["input.factors.L"])
+    rows = bt.explain(mlp(64, bt.BTT()), LR, structure_aware=False).rows
+    assert all("naive: the dense layer's rate" in r.why for r in rows if ".factors." in r.name)
+
+
+def test_first_matching_scale_wins():
+    scale = {"blocks.0.*": 0.5, "*.up.*": 0.25, "*": 2.0}
+    plain = multipliers(mlp(64, bt.BTT()))
+    found = multipliers(mlp(64, bt.BTT()), scale=scale)
+    for name, value in found.items():
+        factor = 0.5 if name.startswith("blocks.0.") else 0.25 if ".up." in name else 2.0
+        assert value == pytest.approx(factor * plain[name], rel=1e-12), name
+
+
+def test_a_scale_finds_a_tied_parameter_by_any_of_its_names():
+    model = nn.ModuleDict({"embed": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False)})
+    model["head"].weight = model["embed"].weight
+    (group,) = bt.param_groups(model, 1.0, scale={"head.weight": 0.5})
+    assert group["lr"] == 0.5
+
+
+def test_scale_that_matches_nothing():
+    with pytest.raises(bt.RuleError, match=r"scale: no parameter matches 'inputt\*'; the nearest are input\."):
+        bt.param_groups(mlp(64, bt.BTT()), LR, scale={"inputt*": 0.1})
+
+
+@pytest.mark.parametrize(("rule", "hint"), [("adamw", "adam"), ("Adam", "adam"), ("sdg", "sgd"), ("muonn", "muon")])
+def test_unknown_rule(rule, hint):
+    for function in (bt.param_groups, bt.explain):
+        with pytest.raises(bt.RuleError) as caught:
+            function(MLP(16), LR, rule=rule)
+        assert f"unknown optimizer rule {rule!r}: there are adam, sign, sgd, muon" in str(caught.value)
+        assert f"did you mean {hint!r}?" in str(caught.value)
+
+
+@pytest.mark.parametrize("lr", [-1e-3, float("nan")])
+def test_impossible_rates(lr):
+    with pytest.raises(bt.RuleError, match="lr must be a number >= 0"):
+        bt.param_groups(MLP(16), lr)

@@ -1,0 +1,190 @@
+"""Which layers a structure or globs select: the head, first matches, splits, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import buttress as bt
+from buttress.surgery import chosen_layers
+from surgery_models import BODY, FULL, TOKENS, Net, assert_unchanged, snapshot, structured
+
+
+def test_structure_leaves_out_the_last_linear() -> None:
+    model = Net()
+    report = bt.replace_(model, bt.BTT(rank=2))
+    assert [row.name for row in report.rows] == BODY == list(structured(model))
+    assert type(model.head) is nn.Linear
+    assert all(m.structure == bt.BTT(rank=2) for m in structured(model).values())
+    assert model(TOKENS).shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize("method", ["get_output_embeddings", "get_classifier"])
+def test_structure_leaves_out_what_the_model_calls_its_head(method: str) -> None:
+    model = Net()
+    object.__setattr__(model, method, lambda: model.mlp[0])
+    report = bt.replace_(model, bt.BTT())
+    assert [row.name for row in report.rows] == [*(n for n in BODY if n != "mlp.0"), "head"]
+
+
+@pytest.mark.parametrize("answer", [None, "raises", "a stranger"])
+def test_a_model_that_does_not_know_its_head(answer: object) -> None:
+    model = Net()
+
+    def ask() -> object:
+        if answer == "raises":
+            raise NotImplementedError
+        return nn.Linear(2, 2) if answer else None
+
+    object.__setattr__(model, "get_output_embeddings", ask)
+    assert [row.name for row in bt.replace_(model, bt.BTT()).rows] == BODY
+
+
+def test_an_identity_head_leaves_out_nothing() -> None:
+    model = Net()
+    model.head = nn.Identity()
+    object.__setattr__(model, "get_classifier", lambda: model.head)
+    assert [row.name for row in bt.replace_(model, bt.BTT()).rows] == BODY
+
+
+class Named(nn.Module):
+    """A model that names its head as `named` says."""
+
+    def __init__(self, named: str) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4)) if named == "container" else nn.Linear(16, 4)
+        self.second = nn.Linear(16, 4) if named == "pair" else None
+        self.alias = self.head if named == "alias" else None
+        self.last = nn.Linear(16, 16)
+
+    def get_classifier(self) -> object:
+        return self.head if self.second is None else (self.head, self.second)
+
+
+@pytest.mark.parametrize("named", ["plain", "container", "pair", "alias"])
+def test_whatever_the_model_calls_its_head_stays(named: str) -> None:
+    report = bt.replace_(Named(named), bt.BTT())
+    assert [row.name for row in report.rows] == ["body", "last"]
+
+
+def test_a_structured_head_is_not_looked_for_again() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    bt.replace_(model, {"2": bt.BTT()})
+    assert [row.name for row in bt.replace_(model, bt.BTT()).rows] == ["0", "1"]
+
+
+def test_first_match_wins_and_none_leaves_alone() -> None:
+    model = Net()
+    plan = {"blocks.0.*": None, "*.qkv": bt.Monarch(blocks=4), "blocks.*": bt.BTT(rank=2), "mlp.0": bt.LowRank(rank=3)}
+    report = bt.replace_(model, plan)
+    found = {row.name: row.structure for row in report.rows}
+    assert found == {
+        "blocks.1.qkv": str(bt.Monarch(blocks=4)),
+        "blocks.1.out": str(bt.BTT(rank=2)),
+        "mlp.0": str(bt.LowRank(rank=3)),
+    }
+    assert set(structured(model)) == set(found)
+    assert type(model.mlp[2]) is type(model.head) is type(model.blocks[0].qkv) is nn.Linear
+
+
+def test_a_mapping_may_name_the_head() -> None:
+    model = Net()
+    bt.replace_(model, {"head": bt.BTT()})
+    assert list(structured(model)) == ["head"]
+
+
+def test_glob_without_match_suggests_and_changes_nothing() -> None:
+    model = Net()
+    before = snapshot(model)
+    with pytest.raises(bt.PlanError, match=r"no linear layer matches 'blocks\.0\.qvk'.*nearest.*blocks\.0\.qkv"):
+        bt.replace_(model, {"mlp.*": bt.BTT(), "blocks.0.qvk": bt.BTT()})
+    assert_unchanged(model, before)
+    with pytest.raises(bt.PlanError, match=r"split: no linear layer matches '\*\.c_attn'"):
+        bt.replace_(model, {"*": bt.BTT()}, split={"*.c_attn": 3})
+    assert_unchanged(model, before)
+
+
+def test_glob_for_None_without_match_raises_too() -> None:
+    with pytest.raises(bt.PlanError, match="no linear layer matches 'hed'"):
+        bt.replace_(Net(), {"hed": None, "*": bt.BTT()})
+
+
+def test_a_glob_behind_a_wider_one_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    with pytest.raises(bt.PlanError, match=r"'1'.*taken by '\*' before it"):
+        bt.replace_(model, {"*": bt.BTT(), "1": None})
+
+
+def test_replacing_again_says_that_it_is_done() -> None:
+    model = Net()
+    bt.replace_(model, {"mlp.*": bt.BTT()})
+    before = snapshot(model)
+    with pytest.raises(bt.PlanError, match=r"mlp\.0 is structured already"):
+        bt.replace_(model, {"mlp.*": bt.BTT(rank=2)})
+    assert_unchanged(model, before)
+    bt.replace_(model, {"blocks.*": bt.BTT()})
+    assert list(structured(model)) == BODY
+
+
+@pytest.mark.parametrize("plan", [None, "btt(rank=2)", bt.BTT, 3, ["*"]], ids=str)
+def test_a_plan_of_the_wrong_type(plan: object) -> None:
+    with pytest.raises(bt.PlanError, match="a plan is a Structure, a mapping of name globs, or a Plan"):
+        bt.replace_(Net(), plan)
+
+
+@pytest.mark.parametrize("value", ["btt", bt.BTT, 2], ids=str)
+def test_a_mapping_with_values_of_the_wrong_type(value: object) -> None:
+    with pytest.raises(bt.PlanError, match=r"the plan gives '\*'.*Structure or None is needed"):
+        bt.replace_(Net(), {"*": value})
+
+
+def test_nothing_to_replace() -> None:
+    with pytest.raises(bt.PlanError, match="no linear layer"):
+        bt.replace_(nn.Sequential(nn.ReLU()), bt.BTT())
+    with pytest.raises(bt.PlanError, match="besides its head"):
+        bt.replace_(nn.Sequential(nn.Linear(4, 4)), bt.BTT())
+    with pytest.raises(bt.PlanError, match="nothing to replace"):
+        bt.replace_(Net(), {"*": None})
+
+
+def test_split_in_equal_parts() -> None:
+    model = Net()
+    bt.replace_(model, {"*.qkv": FULL}, split={"*.qkv": 3}, init="project")
+    qkv = model.blocks[0].qkv
+    assert type(qkv) is bt.SplitLinear
+    assert qkv.sizes == (16, 16, 16)
+    assert (qkv.in_features, qkv.out_features) == (16, 48)
+    x = torch.randn(2, 16)
+    torch.testing.assert_close(qkv(x), nn.functional.linear(x, qkv.weight, torch.cat([p.bias for p in qkv.parts])))
+
+
+@pytest.mark.parametrize("sizes", [5, 0, -3, "3", 2.5, (16, 16), (16, 16, 17), (48, 0), (64, -16), ()], ids=str)
+def test_bad_splits(sizes: int | tuple[int, ...]) -> None:
+    model = Net()
+    before = snapshot(model)
+    with pytest.raises(bt.PlanError, match=r"split: blocks\.0\.qkv has 48 outputs"):
+        bt.replace_(model, bt.BTT(), split={"*.qkv": sizes})
+    assert_unchanged(model, before)
+
+
+def test_split_of_one_part_is_the_layer_itself() -> None:
+    model = Net()
+    bt.replace_(model, {"*.qkv": bt.BTT()}, split={"*.qkv": 1})
+    assert isinstance(model.blocks[0].qkv, bt.StructuredLinear)
+
+
+def test_chosen_layers_are_all_but_the_head() -> None:
+    model = Net()
+    sites = chosen_layers(model, None)
+    assert list(sites) == BODY
+    assert all(site.owner is model.get_submodule(name) for name, site in sites.items())
+
+
+def test_globs_choose_layers_and_leave_others_out() -> None:
+    model = Net()
+    assert list(chosen_layers(model, {"blocks.0.*": False, "*.qkv": True, "head": True})) == ["blocks.1.qkv", "head"]
+    assert chosen_layers(model, {"*": False}) == {}
+    with pytest.raises(bt.PlanError, match=r"no linear layer matches 'embed': there are blocks\.0\.qkv"):
+        chosen_layers(model, {"embed": True})
