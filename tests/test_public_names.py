@@ -1,20 +1,41 @@
 """The public names, pinned: other people's code uses them."""
 
+import importlib
 import inspect
+
+import pytest
 
 import buttress as bt
 
-DESIGN = {
-    "BTT", "BlockDiagonal", "Convolution", "Dense", "Kronecker", "LowRank", "Monarch", "TensorTrain",
-    "parse", "structures", "init_std", "lr_multiplier", "StructuredLinear", "replace_", "densify_", "Plan",
-    "param_groups", "explain", "cost", "project", "advise",
+NAMES = {
+    "Advice", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "Choice", "CompressOptions",
+    "Convolution", "Cost", "Dense", "Explanation", "Factor", "Healing", "Kronecker", "LowRank", "MissingExtraError",
+    "Monarch", "Plan", "PlanEntry", "PlanError", "ProjectedAttention", "Projection", "Report", "RuleError",
+    "ShapeError", "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear",
+    "TensorTrain", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "graphed",
+    "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project", "replace_", "split",
+    "structure", "structures", "timed",
 }  # fmt: skip
+OPTIONAL = {
+    "buttress.hf": {"StructuredConfig", "adapted", "attach", "lora", "save"},
+    "buttress.vision": {"fill", "load", "model_args", "save"},
+    "buttress.lab.diagnostics": {"Coordinate", "CoordinateCheck", "coordinate_check", "plot"},
+}
 
 
 def test_names() -> None:
-    assert set(bt.__all__) >= DESIGN
-    assert all(hasattr(bt, name) for name in bt.__all__)
+    assert set(bt.__all__) == NAMES
     assert bt.__all__ == sorted(bt.__all__)
+    assert all(hasattr(bt, name) for name in bt.__all__)
+
+
+@pytest.mark.parametrize("module", OPTIONAL)
+def test_names_of_optional_modules(module: str) -> None:
+    for library in ("transformers", "timm", "peft", "matplotlib"):
+        pytest.importorskip(library)
+    public = importlib.import_module(module)
+    assert set(public.__all__) == OPTIONAL[module]
+    assert all(hasattr(public, name) for name in public.__all__)
 
 
 def test_signatures() -> None:
