@@ -6,12 +6,13 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, listed: bool = False) -> str:
     """The nearest known name as the end of a sentence, or the list of all names where none is near.
 
     Args:
         name: The name that was not recognized.
         known: All valid names.
+        listed: Whether the message lists the valid names already; without a near name nothing is added then.
 
     Returns:
         A text to append to an error message.
@@ -21,7 +22,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         "; did you mean 'btt'?"
         >>> did_you_mean("zzz", ["btt", "dense"])
         ': valid names are btt, dense'
+        >>> did_you_mean("zzz", ["btt", "dense"], listed=True)
+        ''
     """
     names = sorted(known)
     matches = difflib.get_close_matches(name.lower(), names, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else f": valid names are {', '.join(names)}"
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
+    return "" if listed else f": valid names are {', '.join(names)}"
