@@ -2,7 +2,9 @@
 
 from math import prod
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 import buttress as bt
 
@@ -61,3 +63,9 @@ def chains(draw: st.DrawFn) -> bt.Chain:
         window=window,
         regroup=regroup,
     )
+
+
+def instance(chain: bt.Chain, tokens: int = 3) -> tuple[Tensor, list[Tensor]]:
+    """A random input and random factors in float64, all with gradients."""
+    x = torch.randn(tokens, chain.d_in, dtype=torch.float64, requires_grad=True)
+    return x, [torch.randn(f.shape, dtype=torch.float64, requires_grad=True) for f in chain.factors]

@@ -121,13 +121,13 @@ REGROUP = {"factors": {"R": "c b d", "L": "g a h"}, "y": "g a", "sizes": SIZES |
         (REGROUP | {"regroup": {"L": ("c b b", "h g")}}, "an axis appears twice in regroup before L: 'c b b'"),
         (
             REGROUP | {"factors": {"R": "c b d", "L": "g b a h"}, "y": "g b a", "regroup": {"L": ("c b", "h g")}},
-            "factor L creates axis ['b'] anew after it was contracted",
+            "factor L creates axis ['b'] again after it was contracted",
         ),
         ({"factors": {"R": "c b s d", "L": "b a c"}}, "factor R creates axis ['s'], which nothing uses"),
         ({"factors": {"R": "b d"}, "y": "b", "d_out": 3}, "axis ['c'] is held before factor R, but nothing uses it"),
         (
             {"y": "b a e", "sizes": SIZES | {"e": 1}},
-            "y is made of axes ['a', 'b', 'e'], but the chain ends with ['a', 'b']",
+            "y has axes ['a', 'b', 'e'], but the chain ends with ['a', 'b']",
         ),
         ({"window": "q s"}, "a window is 'n w' with n an axis of x and w a new one; got 'q s' for x 'c d'"),
         ({"window": "c d"}, "a window is 'n w' with n an axis of x and w a new one; got 'c d' for x 'c d'"),

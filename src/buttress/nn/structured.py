@@ -13,6 +13,7 @@ from buttress import ops
 from buttress.core.chain import Chain, Factor
 from buttress.core.structures import Structure
 from buttress.errors import ShapeError, StructureError
+from buttress.ops.framing import scaled_factors
 
 
 def checked_size(label: str, value: int) -> int:
@@ -120,7 +121,7 @@ class Structured(nn.Module):
         stored = self._stored()
         if not self.normalize:
             return stored
-        return [w * s.to(w.dtype) for w, s in zip(stored, self.scales(), strict=True)]
+        return scaled_factors(stored, self.scales())
 
     def scales(self) -> list[Tensor]:
         """With `normalize`, what each factor is multiplied by: its gain, and the cut that bounds it."""
