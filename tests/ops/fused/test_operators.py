@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import buttress as bt
@@ -66,6 +68,105 @@ def test_flops_are_counted() -> None:
         assert counter.get_total_flops() == 2 * 9 * chain.macs
         y.sum().backward()
     assert counter.get_total_flops() == 6 * 9 * chain.macs
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operators that a dispatch mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def operands(structure: bt.Structure, tokens: int = 9) -> tuple[bt.Chain, Tensor, list[Tensor], Tensor]:
+    chain = structure.chain(24, 40)
+    x = torch.randn(tokens, 24, device=DEVICE, requires_grad=True)
+    factors = [torch.randn(f.shape, device=DEVICE, requires_grad=True) for f in chain.factors]
+    return chain, x, factors, torch.randn(40, device=DEVICE, requires_grad=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_forced_kernels_run_under_a_dispatch_mode(recompute: bool) -> None:
+    chain, x, factors, bias = operands(bt.BTT(rank=2))
+    scales = [torch.rand(1, device=DEVICE, requires_grad=True) for _ in factors]
+    leaves = [x, *factors, bias, *scales]
+
+    def run(impl: Any) -> list[Tensor]:
+        y = ops.apply(chain, x, factors, bias, scales=scales, impl=impl, recompute=recompute)
+        return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+    with Recorder() as mode:
+        observed = run("triton")
+    assert "buttress::chain" in mode.names
+    assert "buttress::chain_backward" in mode.names
+    assert "aten::bmm" not in mode.names
+    for a, b in zip(observed, run("triton"), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(observed, run("reference"), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_frozen_factors_under_a_dispatch_mode() -> None:
+    chain, x, factors, bias = operands(bt.BTT(rank=2))
+    frozen = [f.detach() for f in factors]
+    with Recorder():
+        y = ops.apply(chain, x, frozen, bias, impl="triton")
+        grads = torch.autograd.grad(y.square().sum(), [x, bias])
+    meaning = ops.apply(chain, x, frozen, bias, impl="reference")
+    for a, b in zip(grads, torch.autograd.grad(meaning.square().sum(), [x, bias]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_second_derivative_under_a_dispatch_mode() -> None:
+    chain, x, factors, _ = operands(bt.BTT(rank=2), tokens=3)
+
+    def twice(impl: Any) -> tuple[Tensor, ...]:
+        y = ops.apply(chain, x, factors, impl=impl).square().sum()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), [x, *factors])
+
+    with Recorder():
+        observed = twice("triton")
+    for a, b in zip(observed, twice("reference"), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
+
+
+def test_a_backward_pass_alone_is_counted() -> None:
+    chain, x, factors, _ = operands(bt.BTT(rank=2))
+    y = ops.apply(chain, x, factors, impl="triton")
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 4 * 9 * chain.macs
+
+
+def test_recomputation_is_counted() -> None:
+    chain, x, factors, _ = operands(bt.BTT(rank=2))
+    with FlopCounterMode(display=False) as counter:
+        ops.apply(chain, x, factors, impl="triton", recompute=True).sum().backward()
+    assert counter.get_total_flops() == 6 * 9 * chain.macs + 2 * 9 * chain.factors[0].macs
+
+
+def test_fake_tensors_have_the_right_shapes() -> None:
+    chain = bt.BTT(rank=2).chain(24, 40)
+    with FakeTensorMode():
+        x = torch.empty(9, 24, device=DEVICE, requires_grad=True)
+        factors = [torch.empty(f.shape, device=DEVICE, requires_grad=True) for f in chain.factors]
+        y = ops.apply(chain, x, factors, impl="triton")
+        assert isinstance(y, FakeTensor)
+        assert y.shape == (9, 40)
+        grads = torch.autograd.grad(y.sum(), [x, *factors])
+        assert [g.shape for g in grads] == [x.shape, *(f.shape for f in factors)]
+
+
+def test_under_a_dispatch_mode_the_kernels_refuse_what_they_refuse_elsewhere() -> None:
+    chain = bt.BTT(rank=2).chain(24, 40)
+    factors = [torch.zeros(f.shape, dtype=torch.float64, device=DEVICE) for f in chain.factors]
+    with Recorder(), pytest.raises(bt.ButtressError, match="not float64: use impl='bmm'"):
+        ops.apply(chain, torch.zeros(1, 24, dtype=torch.float64, device=DEVICE), factors, impl="triton")
 
 
 class TestOnTheGpu:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from buttress.ops import flops
 from buttress.ops.fused.composite import apply_strided
 from buttress.ops.fused.selection import tuning_for
 from buttress.ops.strides import StridedChain
@@ -91,6 +92,26 @@ def backward(
     return Gradients(dx, db, dws, dss)
 
 
+def operator_backward(ctx: Any, dy: Tensor, saved: Saved, *, needs_bias: bool) -> Gradients:
+    """As `backward`, through the operator that compilers and dispatch modes see."""
+    x, _, z, weights, scales = saved
+    # An operator takes no None in place of a tensor; what is not needed is not read.
+    dx, *rest = torch.ops.buttress.chain_backward(
+        dy,
+        dy if x is None else x,
+        dy.new_empty(0) if z is None else z,
+        weights,
+        scales,
+        ctx.strided.to_ints(),
+        needs_bias,
+        ctx.learns,
+    )
+    db = rest.pop() if needs_bias else None
+    if not ctx.learns:
+        rest = [None] * (len(weights) + len(scales))
+    return Gradients(dx, db, rest[: len(weights)], rest[len(weights) :])
+
+
 def differentiable_backward(ctx: Any, dy: Tensor, saved: Saved, needed: Sequence[bool]) -> Gradients:
     """Gradients that can be differentiated again: of aliases, because the inputs may depend on each other.
 
@@ -129,6 +150,9 @@ class FusedFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             grads = differentiable_backward(ctx, dy, saved, needed)
+        elif torch._C._len_torch_dispatch_stack():
+            flops.register_if_imported()
+            grads = operator_backward(ctx, dy.contiguous(), saved, needs_bias=needed[1])
         else:
             grads = backward(
                 ctx.strided, dy.contiguous(), saved, learns=ctx.learns, needs_x=needed[0], needs_bias=needed[1]

@@ -91,26 +91,19 @@ def _chain_backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weights, scales, bias, numbers, learns, _ = inputs
     autograd.save(ctx, _strided(tuple(numbers)), learns, x, bias, output[1], (*weights, *scales))
-    ctx.numbers = numbers
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     saved = autograd.load(ctx)
-    x, _bias, z, weights, scales = saved
-    needs_bias = ctx.needs_input_grad[3]
+    needs_x, _weights, _scales, needs_bias, *_ = ctx.needs_input_grad
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # Of a list, torch only says whether any of its tensors needs a gradient.
-        listed = [t.requires_grad for t in (*weights, *scales)]
-        grads = autograd.differentiable_backward(ctx, dy, saved, [ctx.needs_input_grad[0], needs_bias, *listed])
-        return grads.x, grads.weights, grads.scales, grads.bias, None, None, None
-    dx, *rest = torch.ops.buttress.chain_backward(
-        dy.contiguous(), dy if x is None else x, z, weights, scales, ctx.numbers, needs_bias, ctx.learns
-    )
-    db = rest.pop() if needs_bias else None
-    count = len(weights)
-    dws, dss = (rest[:count], rest[count:]) if ctx.learns else ([None] * count, [None] * len(scales))
-    return dx, dws, dss, db, None, None, None
+        listed = [t.requires_grad for t in (*saved.weights, *saved.scales)]
+        grads = autograd.differentiable_backward(ctx, dy, saved, [needs_x, needs_bias, *listed])
+    else:
+        grads = autograd.operator_backward(ctx, dy.contiguous(), saved, needs_bias=needs_bias)
+    return grads.x, grads.weights, grads.scales, grads.bias, None, None, None
 
 
 torch.library.register_autograd("buttress::chain", _backward, setup_context=_setup_context)

@@ -45,6 +45,7 @@ class PairPlan(NamedTuple):
     launch: Launch
 
 
+@lru_cache(maxsize=4096)
 def is_pair(strided: StridedChain) -> bool:
     """Whether a chain has two factors, each with inputs that stay on the chip."""
     return len(strided.factors) == 2 and max(f.source.size for f in strided.factors) <= MAX_ON_CHIP
@@ -138,6 +139,7 @@ def _pair_constants(strided: StridedChain) -> dict[str, Any]:
     return dict(zip(names, (*sizes, *kernel_strides(first), *kernel_strides(second)), strict=True))
 
 
+@lru_cache(maxsize=4096)
 def is_decodable(strided: StridedChain) -> bool:
     """Whether the kernel for a handful of tokens takes this chain."""
     if not is_pair(strided):
