@@ -33,9 +33,9 @@ STRUCTURES = [
 ]
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
-    assert found.isfinite().all()
-    return ((found.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+def relative(result: Tensor, exact: Tensor) -> float:
+    assert result.isfinite().all()
+    return ((result.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
 def check(
@@ -74,8 +74,8 @@ def check(
         return
     assert relative(y, meaning) < LIMIT[dtype]
     assert relative(alone, meaning) < LIMIT[dtype]
-    for found, right in zip(grads, torch.autograd.grad(meaning, exact, dy.double()), strict=True):
-        assert relative(found, right) < LIMIT[dtype]
+    for grad, exact_grad in zip(grads, torch.autograd.grad(meaning, exact, dy.double()), strict=True):
+        assert relative(grad, exact_grad) < LIMIT[dtype]
 
 
 def poison_new_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +83,12 @@ def poison_new_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     new_empty, empty_like = Tensor.new_empty, torch.empty_like
 
     def poison(make: Any) -> Any:
-        def made(*args: Any, **kwargs: Any) -> Tensor:
+        def poisoned(*args: Any, **kwargs: Any) -> Tensor:
             t = make(*args, **kwargs)
             plain = type(t) is Tensor and t.is_floating_point() and not t.is_meta
             return t.fill_(float("nan")) if plain else t
 
-        return made
+        return poisoned
 
     monkeypatch.setattr(Tensor, "new_empty", poison(new_empty))
     monkeypatch.setattr(torch, "empty_like", poison(empty_like))

@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(name: str, known: Iterable[str], *, listed: bool = False) -> str:
-    """The nearest known name as the end of a sentence, or the list of all names where none is near.
+def did_you_mean(name: str, valid_names: Iterable[str], *, listed: bool = False) -> str:
+    """The nearest valid name as the end of a sentence, or the list of all names where none is near.
 
     Args:
         name: The name that was not recognized.
-        known: All valid names.
+        valid_names: All valid names.
         listed: Whether the message lists the valid names already; without a near name nothing is added then.
 
     Returns:
@@ -25,7 +25,7 @@ def did_you_mean(name: str, known: Iterable[str], *, listed: bool = False) -> st
         >>> did_you_mean("zzz", ["btt", "dense"], listed=True)
         ''
     """
-    names = sorted(known)
+    names = sorted(valid_names)
     matches = difflib.get_close_matches(name.lower(), names, n=1)
     if matches:
         return f"; did you mean {matches[0]!r}?"

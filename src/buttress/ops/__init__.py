@@ -97,7 +97,7 @@ def apply(
 
 
 def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:
-    """The dense matrix: the chain applied to the identity, in the factors' own precision, whatever autocast says.
+    """The dense matrix: the chain applied to the identity, in the factors' own precision even under autocast.
 
     Args:
         chain: The chain.

@@ -124,7 +124,7 @@ class BmmFunction(torch.autograd.Function):
 
 
 def _grad_blocks(layout: BmmLayout, i: int, grad: Tensor) -> Tensor:
-    """The gradient of factor i's result as (blocks, out, tokens), whatever layout the result had."""
+    """The gradient of factor i's result as (blocks, out, tokens), for any layout of the result."""
     factor = layout.factors[i]
     if factor.writes_y:
         return grad.reshape(-1, factor.blocks, factor.d_out).permute(1, 2, 0)

@@ -31,7 +31,7 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -
     return _einsum(chain, x, factors, chain.y, len(chain.factors)).flatten(1)
 
 
-def held(chain: Chain, x: Tensor, factors: Sequence[Tensor], axes: Axes, *, before: int) -> Tensor:
+def intermediate(chain: Chain, x: Tensor, factors: Sequence[Tensor], axes: Axes, *, before: int) -> Tensor:
     """The tensor held before one factor, after its regroup.
 
     Args:

@@ -131,7 +131,7 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=8)
 def table(device: str) -> tuple[Row, ...]:
-    """The speed table of a GPU: the rows that the package contains, and the user's own, which replace them.
+    """A GPU's speed table: the rows that the package contains, and the user's own, which replace them.
 
     Args:
         device: Name of the GPU, as torch.cuda.get_device_name gives it.
@@ -150,7 +150,7 @@ unwritten_rows: dict[str, list[Row]] = {}
 
 
 def store_rows(device: str, rows: Iterable[Row]) -> None:
-    """Add rows to the user's table of a GPU, in one step; later rows replace earlier ones of the same layer.
+    """Add rows to the user's speed table for a GPU, in one step; later rows replace earlier ones of the same layer.
 
     Several processes may do so at once. Where nothing can be written, the rows count in this process alone.
 

@@ -33,8 +33,8 @@ def test_registered_as_torch_asks(learns: bool, save: bool) -> None:
     factors = [torch.randn(f.shape, device=DEVICE, requires_grad=learns) for f in chain.factors]
     scales = [torch.rand(1, device=DEVICE, requires_grad=learns) for _ in factors]
     bias = torch.randn(40, device=DEVICE, requires_grad=True)
-    given = (x, factors, scales, bias, strided.to_ints(), learns, save)
-    torch.library.opcheck(torch.ops.buttress.chain.default, given, atol=1e-4, rtol=1e-4)
+    args = (x, factors, scales, bias, strided.to_ints(), learns, save)
+    torch.library.opcheck(torch.ops.buttress.chain.default, args, atol=1e-4, rtol=1e-4)
 
 
 def test_second_derivative_and_compilation() -> None:

@@ -26,7 +26,7 @@ class Buffer(NamedTuple):
 
 
 def new_intermediate(strided: StridedChain, x: Tensor) -> Tensor:
-    """Room for all intermediates, one after the other: (tile, row, token)."""
+    """An uninitialized tensor for all intermediates, one after the other: (tile, row, token)."""
     return x.new_empty(cdiv(x.shape[0], TILE_TOKENS), strided.total_rows, TILE_TOKENS)
 
 
