@@ -41,7 +41,7 @@ bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpt2.py
 
 sanitize: $(READY)
-	compute-sanitizer --error-exitcode 1 $(BIN)/pytest -n 0 tests/ops/test_kernels.py -k "any_number_of_tokens or piece_by_piece"
+	compute-sanitizer --error-exitcode 1 $(BIN)/pytest -n 0 tests/ops/fused/test_kernels.py -k "any_number_of_tokens or piece_by_piece"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "buttress needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

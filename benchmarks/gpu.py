@@ -26,9 +26,9 @@ from torch import Tensor
 
 import buttress as bt
 from buttress import ops
-from buttress.ops import tuning
-from buttress.ops.fused import operators as fused
-from buttress.ops.measuring import measure, times
+from buttress.ops import fused, tuning
+from buttress.ops.layouts import layouts_of
+from buttress.ops.measuring import measure_layer, time_passes
 from buttress.ops.speeds import Row, Times, write
 
 PEAK, BANDWIDTH = 754e12, 4.27e12  # taken for one H200: bf16 FLOP/s and bytes/s
@@ -132,7 +132,7 @@ def usual(structure: bt.Structure, chain: bt.Chain, tokens: int) -> Times | None
     off = (Usual.apply(x[:64], *factors).double() - exact).norm() / exact.norm()
     if not off < 1e-2:
         raise SystemExit(f"the usual method is wrong by {off:.1e} for {structure}")
-    return times(lambda t: Usual.apply(t, *factors), x, factors)
+    return time_passes(lambda t: Usual.apply(t, *factors), x, factors)
 
 
 def floor(chain: bt.Chain, tokens: int) -> tuple[float, float]:
@@ -148,7 +148,7 @@ def narrow_linear(chain: bt.Chain, tokens: int) -> Times:
     width = max(1, chain.macs // chain.d_in)
     x = torch.randn(tokens, chain.d_in, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(width, chain.d_in, device="cuda", dtype=torch.bfloat16).mul_(chain.d_in**-0.5).requires_grad_()
-    return times(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
+    return time_passes(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
 
 
 def wrong(chain: bt.Chain, impl: ops.Impl) -> float:
@@ -199,14 +199,14 @@ def compile_all(share: int, of: int) -> None:
     """Compile this share of the kernels, so that nobody waits for them one by one later."""
     wanted = {(structure.chain(d_in, d_out)): tokens for structure, d_in, d_out, tokens in every()}
     for chain in list(wanted)[share::of]:
-        way = fused.prepare(chain)
+        way = layouts_of(chain).strided
         if way is None:
             continue
         x = torch.randn(300, chain.d_in, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         factors = [torch.zeros(f.shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for f in chain.factors]
-        base = tuning.default(way.signature, 2)
-        ways = [tuning.Tuning(f, base.backward) for f in tuning.FORWARD]
-        for how in (*ways, *(tuning.Tuning(base.forward, b) for b in tuning.BACKWARD)):
+        base = tuning.default_tuning(way.signature, 2)
+        ways = [tuning.Tuning(f, base.backward) for f in tuning.FORWARD_CANDIDATES]
+        for how in (*ways, *(tuning.Tuning(base.forward, b) for b in tuning.BACKWARD_CANDIDATES)):
             with fused.tuned(how):
                 y = ops.apply(chain, x, factors, impl="triton")
                 torch.autograd.grad(y, [x, *factors], torch.ones_like(y))
@@ -279,7 +279,7 @@ def main() -> None:
         structure, *sizes = case
         chain = structure.chain(case[1], case[2])
         known = linear.get((dtype, *sizes))
-        rows.append(measure(chain, str(structure), case[3], dtype, where, linear=known))
+        rows.append(measure_layer(chain, str(structure), case[3], dtype, where, linear=known))
         linear[dtype, *sizes] = rows[-1].linear
         torch.cuda.empty_cache()
         return rows[-1]

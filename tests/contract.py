@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import buttress as bt
 from buttress import ops
+from chain_strategies import random_factors
 
 EVERYWHERE = ("reference", "bmm")
 """Implementations that take any chain on any device; the kernels have tests of their own."""
@@ -51,16 +52,16 @@ def option_sets(cls: type[bt.Structure]) -> list[bt.Structure]:
             yield (2, 3)
 
     options = [(f.name, v) for f in dataclasses.fields(cls) for v in values(f)]
-    wanted = [{}, *({n: v} for n, v in options)]
-    wanted += [dict(two) for two in combinations(options, 2) if two[0][0] != two[1][0]]
-    made = []
-    for chosen in wanted:
+    choices = [{}, *({n: v} for n, v in options)]
+    choices += [dict(two) for two in combinations(options, 2) if two[0][0] != two[1][0]]
+    instances = []
+    for chosen in choices:
         try:
-            made.append(cls(**chosen))
+            instances.append(cls(**chosen))
         except (bt.StructureError, TypeError):
             continue
-    assert made, f"{cls.__name__} accepts none of {wanted}"
-    return list(dict.fromkeys(made))
+    assert instances, f"{cls.__name__} accepts none of {choices}"
+    return list(dict.fromkeys(instances))
 
 
 def at_any_size(test: Callable[[int, int], None], max_examples: int = 12) -> None:
@@ -69,11 +70,6 @@ def at_any_size(test: Callable[[int, int], None], max_examples: int = 12) -> Non
     for i, o in PRIMES:
         chosen = example(i, o)(chosen)
     settings(deadline=None, derandomize=True, max_examples=max_examples, database=None)(chosen)()
-
-
-def random_factors(chain: bt.Chain, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(f.shape, dtype=torch.float64, generator=generator) for f in chain.factors]
 
 
 def random_input(*shape: int, seed: int = 1) -> Tensor:
@@ -182,11 +178,11 @@ def check_gradients(structure: bt.Structure) -> None:
         assert torch.autograd.gradcheck(run, (x, bias, *factors))
         # Both implementations, one gradient: also where input and output gradients are strided.
         seed = random_input(o, 2, seed=5).T
-        given = [
+        gradients = [
             torch.autograd.grad(run(x, bias, *factors, impl=impl), (x, bias, *factors), seed) for impl in EVERYWHERE
         ]
-        for other in given[1:]:
-            for one, two in zip(given[0], other, strict=True):
+        for other in gradients[1:]:
+            for one, two in zip(gradients[0], other, strict=True):
                 torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-11)
 
 
@@ -312,16 +308,16 @@ def check_no_input_is_ignored_and_no_output_constant(structure: bt.Structure) ->
 @contract
 def check_no_weight_is_idle(structure: bt.Structure) -> None:
     """Where nothing is padded, every stored number takes part in the matrix."""
-    seen = 0
+    unpadded = 0
     for i, o in [*SIZES, (24, 24), (36, 36), (64, 16)]:
         chain = structure.chain(i, o)
         if chain.padding != (0, 0):
             continue
-        seen += 1
+        unpadded += 1
         factors = [w.requires_grad_() for w in random_factors(chain)]
         (ops.dense(chain, factors) * random_input(o, i, seed=9)).sum().backward()
         assert all(torch.count_nonzero(w.grad) == w.numel() for w in factors)
-    assert seen
+    assert unpadded
 
 
 @contract
@@ -354,8 +350,8 @@ def largest_linking(chain: bt.Chain) -> int:
     pairs = [(k, total + k) for k in range(total)]
     pairs += [(source, k) for k in range(chain.d_in)]
     pairs += [(int(total + starts[-2]) + k, sink) for k in range(chain.d_out)]
-    for depth, found in enumerate(edges):
-        pairs += {(int(total + starts[depth]) + a, int(starts[depth + 1]) + b) for a, b in found}
+    for depth, joined in enumerate(edges):
+        pairs += {(int(total + starts[depth]) + a, int(starts[depth + 1]) + b) for a, b in joined}
     rows, columns = zip(*pairs, strict=True)
     ones = np.ones(len(pairs), dtype=np.int32)
     graph = csr_matrix((ones, (rows, columns)), shape=(sink + 1, sink + 1))
@@ -377,36 +373,39 @@ def layered_graph(chain: bt.Chain) -> tuple[list[int], list[list[tuple[int, int]
             yield dict(zip(axes, index, strict=True))
 
     def place(axes: tuple[str, ...], at: dict[str, int]) -> int:
-        spot = 0
+        position = 0
         for a in axes:
-            spot = spot * chain.sizes[a] + at[a]
-        return spot
+            position = position * chain.sizes[a] + at[a]
+        return position
 
-    held = chain.x
-    layers, steps = [size(held)], []
+    current = chain.x
+    layers, steps = [size(current)], []
     if chain.window:
         n, w = chain.window
-        wide = (*held, w)
+        wide = (*current, w)
         middle = chain.sizes[w] // 2
         steps.append(
-            [(place(held, at | {n: (at[n] + at[w] - middle) % chain.sizes[n]}), place(wide, at)) for at in walk(wide)]
+            [
+                (place(current, at | {n: (at[n] + at[w] - middle) % chain.sizes[n]}), place(wide, at))
+                for at in walk(wide)
+            ]
         )
-        held = wide
-        layers.append(size(held))
+        current = wide
+        layers.append(size(current))
     for k, f in enumerate(chain.factors):
         if f.regroup:
             old, new = f.regroup
-            steps.append([(place(held, at), place(old, at)) for at in walk(held)])
-            held = new
-            layers.append(size(held))
-        made = tuple(a for a in held if a not in f.in_axes) + f.out_axes
+            steps.append([(place(current, at), place(old, at)) for at in walk(current)])
+            current = new
+            layers.append(size(current))
+        result = tuple(a for a in current if a not in f.in_axes) + f.out_axes
         if k == len(chain.factors) - 1:
-            assert set(made) == set(chain.y)
-            made = chain.y
-        every = tuple(dict.fromkeys((*held, *f.out_axes)))
-        steps.append([(place(held, at), place(made, at)) for at in walk(every)])
-        held = made
-        layers.append(size(held))
+            assert set(result) == set(chain.y)
+            result = chain.y
+        all_axes = tuple(dict.fromkeys((*current, *f.out_axes)))
+        steps.append([(place(current, at), place(result, at)) for at in walk(all_axes)])
+        current = result
+        layers.append(size(current))
     return layers, steps
 
 
@@ -416,16 +415,16 @@ def check_projection_finds_its_own(structure: bt.Structure) -> None:
         chain = structure.chain(i, o)
         w = ops.dense(chain, random_factors(chain))
         try:
-            found = bt.project(structure, w)
+            projection = bt.project(structure, w)
         except bt.StructureError as error:
             if "holds any" in str(error):  # a rank above its bound is refused at this size
                 continue
             raise
-        assert [tuple(t.shape) for t in found.factors.values()] == [f.shape for f in chain.factors]
-        assert list(found.factors) == [f.name for f in chain.factors]
-        near = ops.dense(chain, list(found.factors.values()))
+        assert [tuple(t.shape) for t in projection.factors.values()] == [f.shape for f in chain.factors]
+        assert list(projection.factors) == [f.name for f in chain.factors]
+        near = ops.dense(chain, list(projection.factors.values()))
         error = (torch.linalg.norm(near - w) / torch.linalg.norm(w)).item()
-        np.testing.assert_allclose(found.relative_error, error, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(projection.relative_error, error, rtol=1e-6, atol=1e-12)
         if any(chain.padding) and chain.shares_parameters and len(chain.factors) > 1:
             assert error <= 1
         else:

@@ -131,7 +131,7 @@ def convolution(kernel: Array, n: int, c: int) -> Array:
     return out
 
 
-def weight_normalised(m: Array, std: float, gain: float) -> Array:
+def weight_normalized(m: Array, std: float, gain: float) -> Array:
     """gain * M / max(1, RMS(M) / std), the RMS over the whole tensor."""
     rms = np.sqrt(np.mean(m**2))
     return gain * m / max(1.0, rms / std)

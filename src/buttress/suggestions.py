@@ -6,12 +6,13 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest known name as the end of a sentence, or the list of all names where none is near.
+def did_you_mean(name: str, valid_names: Iterable[str], *, listed: bool = False) -> str:
+    """The nearest valid name as the end of a sentence, or the list of all names where none is near.
 
     Args:
         name: The name that was not recognized.
-        known: All valid names.
+        valid_names: All valid names.
+        listed: Whether the message lists the valid names already; without a near name nothing is added then.
 
     Returns:
         A text to append to an error message.
@@ -21,18 +22,22 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         "; did you mean 'btt'?"
         >>> did_you_mean("zzz", ["btt", "dense"])
         ': valid names are btt, dense'
+        >>> did_you_mean("zzz", ["btt", "dense"], listed=True)
+        ''
     """
-    names = sorted(known)
+    names = sorted(valid_names)
     matches = difflib.get_close_matches(name.lower(), names, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else f": valid names are {', '.join(names)}"
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
+    return "" if listed else f": valid names are {', '.join(names)}"
 
 
-def closest_names(name: str, known: Iterable[str], *, limit: int = 8) -> str:
+def closest_names(name: str, valid_names: Iterable[str], *, limit: int = 8) -> str:
     """The names closest to one that was not recognized, as a clause, or the first few where none is close.
 
     Args:
         name: The name that was not recognized.
-        known: All valid names, at least one.
+        valid_names: All valid names, at least one.
         limit: How many names to list where none is close.
 
     Returns:
@@ -42,7 +47,7 @@ def closest_names(name: str, known: Iterable[str], *, limit: int = 8) -> str:
         >>> closest_names("blocks.0.qvk", ["blocks.0.qkv", "head"])
         'the nearest are blocks.0.qkv and 1 more'
     """
-    names = list(known)
+    names = list(valid_names)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     listed = close or names[:limit]
     more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""

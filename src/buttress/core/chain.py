@@ -25,13 +25,30 @@ from typing import Any
 from buttress.errors import ChainError
 
 Axes = tuple[str, ...]
+Regroup = tuple[Axes, Axes]
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One batched dense factor: `blocks` slices of size `d_out` x `d_in`, each used `shared` times.
+    """One batched dense factor: `blocks` slices of size `d_out` by `d_in`, each used `shared` times per token.
 
-    Law: params = blocks * d_out * d_in, macs = params * shared.
+    Factors are derived by `Chain.of`. Law: params = blocks * d_out * d_in, macs = params * shared.
+
+    Args:
+        name: Name of the factor, unique in its chain.
+        batch_axes: Axes of independent blocks.
+        out_axes: Axes that the factor creates.
+        in_axes: Axes that the factor contracts.
+        shared_axes: Axes along which the same slice is reused.
+        blocks: Number of slices, the size of `batch_axes`.
+        d_out: Rows of a slice, the size of `out_axes`.
+        d_in: Columns of a slice, the size of `in_axes`.
+        shared: How often each slice is used per token, the size of `shared_axes`.
+        std: Initial standard deviation where the paper departs from the rule of `init_std`.
+        regroup: Before this factor: flatten the held axes in the first order, split them again as the second.
+
+    Shape:
+        The stored tensor is (blocks, d_out, d_in).
     """
 
     name: str
@@ -44,16 +61,16 @@ class Factor:
     d_in: int
     shared: int
     std: float | None = None
-    """Initial standard deviation where the paper departs from the rule of `scaling.init_std`."""
-    regroup: tuple[Axes, Axes] | None = None
-    """Before this factor: flatten the held axes in the first order, split them again as the second."""
+    regroup: Regroup | None = None
 
     @property
     def params(self) -> int:
+        """Number of stored entries."""
         return self.blocks * self.d_out * self.d_in
 
     @property
     def macs(self) -> int:
+        """Multiply-accumulates per token."""
         return self.params * self.shared
 
     @property
@@ -69,12 +86,24 @@ class Factor:
 
 @dataclass(frozen=True)
 class Chain:
-    """A linear map from `d_in` to `d_out` numbers as an ordered einsum; build one with `Chain.of`.
+    """A linear map from `d_in` to `d_out` features as an ordered einsum; build one with `Chain.of`.
 
-    >>> chain = Chain.of(6, 6, x="c d", factors={"R": "b d", "L": "a c"}, y="a b",
-    ...                  sizes=dict(a=2, b=3, c=2, d=3))
-    >>> chain.params, chain.macs
-    (13, 30)
+    Chains are values: frozen, compared and hashed by what they state.
+
+    Args:
+        d_in: Input features.
+        d_out: Output features.
+        x: Axes into which the input is split, slowest first.
+        y: Axes that make up the output, slowest first.
+        factors: The factors in order of application.
+        axis_sizes: Name and length of each axis, sorted by name.
+        window: (n, w) where axis n of x is read through a circular window, which creates axis w.
+
+    Example:
+        >>> chain = Chain.of(6, 6, x="c d", factors={"R": "b d", "L": "a c"}, y="a b",
+        ...                  sizes=dict(a=2, b=3, c=2, d=3))
+        >>> chain.params, chain.macs
+        (13, 30)
     """
 
     d_in: int
@@ -84,9 +113,8 @@ class Chain:
     factors: tuple[Factor, ...]
     axis_sizes: tuple[tuple[str, int], ...]
     window: tuple[str, str] | None = None
-    """(n, w): axis n of x is read through a circular window, which creates axis w."""
-    memo: dict[str, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    """What implementations have worked out about this chain. A chain never changes, so neither does this."""
+    cache: object = field(init=False, default=None, compare=False, repr=False)
+    """A slot for the package that applies chains, opaque here and no part of the value."""
 
     @classmethod
     def of(
@@ -102,50 +130,49 @@ class Chain:
         regroup: Mapping[str, tuple[str, str]] | None = None,
         std: Mapping[str, float] | None = None,
     ) -> Chain:
-        """Check the axes, derive each factor's groups, and return the chain.
+        """Check the axes, derive each factor's groups, and build the chain.
 
-        `factors` maps names to axes in order of application. `sizes` gives every axis its length;
-        the product over x (or y) may exceed d_in (or d_out), the rest is zero padding at the end.
-        `window="n w"` reads axis n of x through a circular window of length w. `regroup` maps a
-        factor's name to ("held axes", "new axes"). `std` overrides the initial scale of a factor.
+        Axes are written as names separated by spaces, slowest first.
+
+        Args:
+            d_in: Input features. The axes of x may hold more; the rest is zero padding at the end.
+            d_out: Output features. The axes of y may hold more; the rest is cut from the end.
+            x: Axes of the input.
+            factors: Axes of each factor by name, in order of application.
+            y: Axes of the output.
+            sizes: Length of every axis.
+            window: "n w" reads axis n of x through a circular window of length w.
+            regroup: By factor name, ("held axes", "new axes"): flatten and split again before that factor.
+            std: By factor name, an initial standard deviation that overrides the rule.
+
+        Returns:
+            The chain, with its factors' groups and counts.
+
+        Raises:
+            ChainError: If axes or sizes do not fit together.
         """
-        x_axes, y_axes = _axes(x, "x"), _axes(y, "y")
-        pair = _window(window, x_axes)
-        axes_of = {name: _axes(text, f"factor {name}") for name, text in factors.items()}
-        groups = {
-            name: (_axes(old, f"regroup before {name}"), _axes(new, f"regroup before {name}"))
-            for name, (old, new) in (regroup or {}).items()
-        }
-        # In the order in which the chain introduces its axes, so that results never vary.
-        every = (*x_axes, *(pair or ()), *joined.from_iterable(axes_of.values()), *y_axes)
-        used = dict.fromkeys((*every, *(a for old, new in groups.values() for a in (*old, *new))))
-        _check_sizes(used, sizes)
-        for label, axes, wanted in (("x", x_axes, d_in), ("y", y_axes, d_out)):
-            if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-                name = "d_in" if label == "x" else "d_out"
-                raise ChainError(f"{name} must be an integer >= 1, got {wanted!r}")
-            if (total := _size(sizes, axes)) < wanted:
-                raise ChainError(
-                    f"the axes of {label} ({' '.join(axes)}) hold {total} numbers, but {wanted} are needed"
-                )
-        if not factors:
-            raise ChainError("a chain needs at least one factor")
-        if pair and sizes[pair[1]] > sizes[pair[0]]:
-            raise ChainError(
-                f"a window of {sizes[pair[1]]} is longer than the axis of {sizes[pair[0]]} it is moved along"
-            )
-        for label, mapping in (("regroup", groups), ("std", std or {})):
-            if unknown := set(mapping) - set(factors):
-                raise ChainError(f"{label} names no factor of the chain: {sorted(unknown)}")
-        start = (*x_axes, *(pair or ())[1:])
+        x_axes, y_axes = _split_axes(x, "x"), _split_axes(y, "y")
+        declaration = _Declaration(
+            x=x_axes,
+            y=y_axes,
+            window=_parse_window(window, x_axes),
+            factors={name: _split_axes(text, f"factor {name}") for name, text in factors.items()},
+            regroups={
+                name: (_split_axes(old, f"regroup before {name}"), _split_axes(new, f"regroup before {name}"))
+                for name, (old, new) in (regroup or {}).items()
+            },
+            sizes=sizes,
+            stds=std or {},
+        )
+        declaration.check(d_in, d_out)
         return cls(
             d_in=d_in,
             d_out=d_out,
             x=x_axes,
             y=y_axes,
-            factors=tuple(_walk(start, axes_of, y_axes, groups, sizes, std or {}, list(used))),
-            axis_sizes=tuple(sorted((a, sizes[a]) for a in used)),
-            window=pair,
+            factors=tuple(declaration.derive_factors()),
+            axis_sizes=tuple(sorted((a, sizes[a]) for a in declaration.axes)),
+            window=declaration.window,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
@@ -166,6 +193,7 @@ class Chain:
 
     @property
     def params(self) -> int:
+        """Number of stored entries of all factors."""
         return sum(f.params for f in self.factors)
 
     @property
@@ -187,48 +215,162 @@ class Chain:
     def max_rank(self) -> int:
         """Largest possible rank: no more than the fewest numbers held at any point.
 
-        Reached by random factors where nothing is padded; padding can cost a little more
+        Random factors reach it where nothing is padded; padding can cost a little more
         (docs/theory.md, "Rank").
         """
-        held = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)
-        return min(self.d_in, self.d_out, *held)
+        widths = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)
+        return min(self.d_in, self.d_out, *widths)
 
     def equation(self) -> str:
-        """The chain in words, one line a factor."""
+        """The chain as text, one line per factor, for example `y[e] = sum_{d} W[e,d] x[d]`."""
         lines = []
-        source, held = "x", self.x
+        source, source_axes = "x", self.x
         if self.window:
             n, w = self.window
-            held = tuple(b for a in self.x for b in ((a, w) if a == n else (a,)))
+            source_axes = tuple(b for a in self.x for b in ((a, w) if a == n else (a,)))
             half = self.sizes[w] // 2
             read = ",".join(f"{n}+{w}-{half}" if a == n else a for a in self.x)
-            lines.append(f"x~[{','.join(held)}] = x[{read}]  (circular in {n})")
+            lines.append(f"x~[{','.join(source_axes)}] = x[{read}]  (circular in {n})")
             source = "x~"
         for i, f in enumerate(self.factors):
             last = i == len(self.factors) - 1
             if f.regroup:
                 old, new = f.regroup
                 lines.append(f"{source}[{','.join(old)}] is regrouped as {source}[{','.join(new)}]")
-                held = new
+                source_axes = new
             target = "y" if last else f"z{i + 1}" if len(self.factors) > 2 else "z"
             axes = self.y if last else f.batch_axes + f.shared_axes + f.out_axes
             total = f"sum_{{{','.join(f.in_axes)}}} " if f.in_axes else ""
-            lines.append(f"{target}[{','.join(axes)}] = {total}{f.name}[{','.join(f.axes)}] {source}[{','.join(held)}]")
-            source, held = target, axes
+            lines.append(
+                f"{target}[{','.join(axes)}] = {total}{f.name}[{','.join(f.axes)}] {source}[{','.join(source_axes)}]"
+            )
+            source, source_axes = target, axes
         sizes = ", ".join(f"{a}={n}" for a, n in self.axis_sizes)
         return "\n".join([*lines, f"with {sizes}"])
 
 
-def _axes(text: str, where: str) -> Axes:
+@dataclass(frozen=True)
+class _Declaration:
+    """What `Chain.of` was given, with its texts split into axes."""
+
+    x: Axes
+    y: Axes
+    window: tuple[str, str] | None
+    factors: dict[str, Axes]
+    regroups: dict[str, Regroup]
+    sizes: Mapping[str, int]
+    stds: Mapping[str, float]
+
+    @cached_property
+    def axes(self) -> Axes:
+        """Every axis, in the order in which the chain introduces them, so that results never vary."""
+        applied = (*self.x, *(self.window or ()), *joined.from_iterable(self.factors.values()), *self.y)
+        return tuple(dict.fromkeys((*applied, *(a for pair in self.regroups.values() for axes in pair for a in axes))))
+
+    def size(self, axes: Iterable[str]) -> int:
+        return prod(self.sizes[a] for a in axes)
+
+    def check(self, d_in: int, d_out: int) -> None:
+        """Refuse sizes that do not fit, and options for factors that do not exist."""
+        self._check_axis_sizes()
+        self._check_features("d_in", d_in, "x", self.x)
+        self._check_features("d_out", d_out, "y", self.y)
+        if not self.factors:
+            raise ChainError("a chain needs at least one factor")
+        if self.window:
+            length, size = (self.sizes[a] for a in self.window)
+            if size > length:
+                raise ChainError(f"a window of {size} is longer than the axis of {length} it is moved along")
+        options: tuple[tuple[str, Mapping[str, object]], ...] = (("regroup", self.regroups), ("std", self.stds))
+        for label, mapping in options:
+            if unknown := set(mapping) - set(self.factors):
+                raise ChainError(f"{label} names no factor of the chain: {sorted(unknown)}")
+
+    def _check_axis_sizes(self) -> None:
+        if missing := set(self.axes) - set(self.sizes):
+            raise ChainError(f"no size given for axis {sorted(missing)}")
+        for axis in self.axes:
+            if not _is_positive_int(self.sizes[axis]):
+                raise ChainError(f"axis {axis} must have a size >= 1, got {self.sizes[axis]!r}")
+
+    def _check_features(self, label: str, features: int, side: str, axes: Axes) -> None:
+        if not _is_positive_int(features):
+            raise ChainError(f"{label} must be an integer >= 1, got {features!r}")
+        if (total := self.size(axes)) < features:
+            raise ChainError(f"the axes of {side} ({' '.join(axes)}) hold {total} numbers, but {features} are needed")
+
+    def derive_factors(self) -> Iterator[Factor]:
+        """Follow the held axes from x to y; each step gives one factor's groups."""
+        current = {*self.x, *(self.window or ())[1:]}
+        contracted: set[str] = set()
+        for i, (name, axes) in enumerate(self.factors.items()):
+            if name in self.regroups:
+                self._check_regroup(name, current)
+                new = set(self.regroups[name][1])
+                contracted |= current - new
+                current = new
+            factor = self._factor(name, axes, current, self._needed_after(i))
+            if again := set(factor.out_axes) & contracted:
+                raise ChainError(f"factor {name} creates axis {sorted(again)} again after it was contracted")
+            contracted |= set(factor.in_axes)
+            current = current - set(factor.in_axes) | set(factor.out_axes)
+            yield factor
+        if current != set(self.y):
+            raise ChainError(f"y has axes {sorted(self.y)}, but the chain ends with {sorted(current)}")
+
+    def _factor(self, name: str, axes: Axes, current: set[str], later: set[str]) -> Factor:
+        """A factor whose groups follow from the axes held now and those needed later."""
+        inputs = tuple(a for a in axes if a in current and a not in later)
+        batch = tuple(a for a in axes if a in current and a in later)
+        outputs = tuple(a for a in axes if a not in current)
+        shared = tuple(a for a in self.axes if a in current and a not in axes)
+        if unused := set(outputs) - later:
+            raise ChainError(f"factor {name} creates axis {sorted(unused)}, which nothing uses")
+        if unused := set(shared) - later:
+            raise ChainError(f"axis {sorted(unused)} is held before factor {name}, but nothing uses it")
+        return Factor(
+            name=name,
+            batch_axes=batch,
+            out_axes=outputs,
+            in_axes=inputs,
+            shared_axes=shared,
+            blocks=self.size(batch),
+            d_out=self.size(outputs),
+            d_in=self.size(inputs),
+            shared=self.size(shared),
+            std=self.stds.get(name),
+            regroup=self.regroups.get(name),
+        )
+
+    def _check_regroup(self, name: str, current: set[str]) -> None:
+        old, new = self.regroups[name]
+        before, after = self.size(old), self.size(new)
+        if set(old) != current or before != after:
+            raise ChainError(
+                f"regroup before {name}: the held axes are {sorted(current)}; got "
+                f"'{' '.join(old)}' ({before}) -> '{' '.join(new)}' ({after})"
+            )
+
+    def _needed_after(self, i: int) -> set[str]:
+        """Axes that must still be held after factor number i."""
+        needed: set[str] = set()
+        for name in list(self.factors)[i + 1 :]:
+            if name in self.regroups:
+                return needed | set(self.regroups[name][0])
+            needed |= set(self.factors[name])
+        return needed | set(self.y)
+
+
+def _split_axes(text: str, label: str) -> Axes:
     axes = tuple(text.split())
     if not axes:
-        raise ChainError(f"{where} has no axes")
+        raise ChainError(f"{label} has no axes")
     if len(set(axes)) != len(axes):
-        raise ChainError(f"an axis appears twice in {where}: '{text}'")
+        raise ChainError(f"an axis appears twice in {label}: '{text}'")
     return axes
 
 
-def _window(window: str | None, x: Axes) -> tuple[str, str] | None:
+def _parse_window(window: str | None, x: Axes) -> tuple[str, str] | None:
     if window is None:
         return None
     match window.split():
@@ -237,80 +379,5 @@ def _window(window: str | None, x: Axes) -> tuple[str, str] | None:
     raise ChainError(f"a window is 'n w' with n an axis of x and w a new one; got '{window}' for x '{' '.join(x)}'")
 
 
-def _size(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    return prod(sizes[a] for a in axes)
-
-
-def _check_sizes(used: Iterable[str], sizes: Mapping[str, int]) -> None:
-    if missing := set(used) - set(sizes):
-        raise ChainError(f"no size given for axis {sorted(missing)}")
-    for axis in used:
-        if not isinstance(sizes[axis], int) or isinstance(sizes[axis], bool) or sizes[axis] < 1:
-            raise ChainError(f"axis {axis} must have a size >= 1, got {sizes[axis]!r}")
-
-
-def _walk(
-    start: Axes,
-    axes_of: Mapping[str, Axes],
-    y: Axes,
-    groups: Mapping[str, tuple[Axes, Axes]],
-    sizes: Mapping[str, int],
-    std: Mapping[str, float],
-    order: list[str],
-) -> Iterator[Factor]:
-    """Follow the axes that are held from x to y; each factor's groups come out on the way."""
-    held = set(start)
-    spent: set[str] = set()
-    names = list(axes_of)
-    for i, name in enumerate(names):
-        if name in groups:
-            old, new = groups[name]
-            before, after = _size(sizes, old), _size(sizes, new)
-            if set(old) != held or before != after:
-                raise ChainError(
-                    f"regroup before {name}: the held axes are {sorted(held)}; got "
-                    f"'{' '.join(old)}' ({before}) -> '{' '.join(new)}' ({after})"
-                )
-            spent |= held - set(new)
-            held = set(new)
-        axes = axes_of[name]
-        later = _needed(names[i + 1 :], axes_of, y, groups)
-        taken = tuple(a for a in axes if a in held and a not in later)
-        batch = tuple(a for a in axes if a in held and a in later)
-        made = tuple(a for a in axes if a not in held)
-        shared = tuple(a for a in order if a in held and a not in axes)
-        if again := set(made) & spent:
-            raise ChainError(f"factor {name} creates axis {sorted(again)} anew after it was contracted")
-        if lost := set(made) - later:
-            raise ChainError(f"factor {name} creates axis {sorted(lost)}, which nothing uses")
-        if lost := set(shared) - later:
-            raise ChainError(f"axis {sorted(lost)} is held before factor {name}, but nothing uses it")
-        spent |= set(taken)
-        held = held - set(taken) | set(made)
-        yield Factor(
-            name=name,
-            batch_axes=batch,
-            out_axes=made,
-            in_axes=taken,
-            shared_axes=shared,
-            blocks=_size(sizes, batch),
-            d_out=_size(sizes, made),
-            d_in=_size(sizes, taken),
-            shared=_size(sizes, shared),
-            std=std.get(name),
-            regroup=groups.get(name),
-        )
-    if held != set(y):
-        raise ChainError(f"y is made of axes {sorted(y)}, but the chain ends with {sorted(held)}")
-
-
-def _needed(
-    later: list[str], axes_of: Mapping[str, Axes], y: Axes, groups: Mapping[str, tuple[Axes, Axes]]
-) -> set[str]:
-    """Axes that must still be held after a factor, given the names of the later ones."""
-    needed: set[str] = set()
-    for name in later:
-        if name in groups:
-            return needed | set(groups[name][0])
-        needed |= set(axes_of[name])
-    return needed | set(y)
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

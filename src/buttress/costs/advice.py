@@ -13,8 +13,8 @@ from torch import nn
 from buttress.core.structures import Structure, parse, structures
 from buttress.errors import ButtressError, ShapeError
 from buttress.nn.linear import StructuredLinear
-from buttress.ops.speeds import Row, Times, keep, table
-from buttress.ops.speeds import kind as named
+from buttress.ops.speeds import Row, Times, store_rows, table
+from buttress.ops.speeds import dtype_key as named
 from buttress.text_table import render
 
 NO_SLOWER = 1.05
@@ -183,7 +183,7 @@ def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None
     Rows are kept in the user's table and used from then on, in this process and in later ones. `dtype` is what the
     layers compute in, if autocast makes that another than their own.
     """
-    from buttress.ops.measuring import measure
+    from buttress.ops.measuring import measure_layer
 
     layers = {}
     for m in model.modules():
@@ -196,7 +196,7 @@ def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None
     for (label, d_in, d_out, own, device), layer in layers.items():
         if device.type != "cuda":
             raise ButtressError(f"layers are calibrated on a GPU, but this model is on {device}")
-        row = measure(layer.chain, label, tokens, dtype or own, device)
+        row = measure_layer(layer.chain, label, tokens, dtype or own, device)
         took = row.times[row.best].both
         chain = layer.chain
         share = chain.params / (d_in * d_out)
@@ -204,7 +204,7 @@ def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None
         options.append(
             Option(label, row.best, took, row.linear.both / took, chain.params, share, chain.max_rank, where)
         )
-        keep(torch.cuda.get_device_name(device), [row])
+        store_rows(torch.cuda.get_device_name(device), [row])
     return options
 
 
@@ -234,7 +234,7 @@ def _measured(
     chosen: Sequence[Structure], d_in: int, d_out: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, list[Found | None]]:
     """Rows of the table, those that it lacks measured now. A CPU's are not kept: it is never twice as busy."""
-    from buttress.ops.measuring import measure
+    from buttress.ops.measuring import measure_layer
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
     known = {row.key: row for row in table(name)}
@@ -244,12 +244,12 @@ def _measured(
     for structure in chosen:
         row = known.get((str(structure), d_in, d_out, tokens, named(dtype)))
         if row is None:
-            row = measure(structure.chain(d_in, d_out), str(structure), tokens, dtype, device, linear=linear)
+            row = measure_layer(structure.chain(d_in, d_out), str(structure), tokens, dtype, device, linear=linear)
             fresh.append(row)
             linear = row.linear
         rows.append(row)
     if fresh and device.type == "cuda":
-        keep(name, fresh)
+        store_rows(name, fresh)
     return name, [(row, "measured") for row in rows]
 
 

@@ -13,6 +13,7 @@ from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.structures import Structure
 from buttress.errors import ShapeError, StructureError
+from buttress.ops.framing import scaled_factors
 from buttress.ops.norms import mean_square
 
 
@@ -167,7 +168,7 @@ class Structured(nn.Module):
         stored = self.stored_factors()
         if not self.normalize:
             return stored
-        return [w * s.to(w.dtype) for w, s in zip(stored, self.scales(), strict=True)]
+        return scaled_factors(stored, self.scales())
 
     def scales(self) -> list[Tensor]:
         """With `normalize`, the multiplier of each stored factor: its gain times min(1, std / RMS)."""

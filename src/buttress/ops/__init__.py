@@ -1,8 +1,8 @@
-"""Two doors to a chain's arithmetic: `apply` multiplies by its matrix, `rows` looks rows of it up.
+"""A chain's arithmetic has two entry points: `apply` multiplies by its matrix, `rows` looks up rows of it.
 
-Behind `apply` stand interchangeable implementations. `reference` is the meaning (one einsum), `bmm` runs
-everywhere, `triton` is the fused kernels, chosen by themselves where they were measured to be faster. All give the
-same answer or refuse.
+`apply` has interchangeable implementations. `reference` is the definition (one einsum), `bmm` runs everywhere,
+`triton` is the fused kernels, chosen automatically where they were measured to be faster. All give the same answer or
+refuse.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from torch import Tensor
 
 from buttress.core.chain import Chain
 from buttress.errors import ButtressError, ShapeError
-from buttress.ops import bmm, flops, reference
+from buttress.ops import bmm, flops, fused, reference
 from buttress.ops.framing import autocast_dtype
-from buttress.ops.fused import operators as fused
-from buttress.ops.fused.operators import graphed
-from buttress.ops.lookup import macs as row_macs
-from buttress.ops.lookup import prepare as prepare_rows
-from buttress.ops.lookup import rows
+from buttress.ops.fused import graphed
+from buttress.ops.layouts import layouts_of
+from buttress.ops.lookup import row_macs, rows
 
 flops.register_if_cheap()
 
@@ -32,11 +30,12 @@ __all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "graphed", "prepare", "r
 
 
 def prepare(chain: Chain) -> None:
-    """Work out a chain's layouts now, so that a compiler that traces `apply` finds them ready."""
-    bmm.prepare(chain)
-    fused.prepare(chain)
-    prepare_rows(chain)
-    _ = chain.padding, chain.sizes
+    """Derive a chain's layouts now, so that a compiler that traces `apply` finds them ready.
+
+    Args:
+        chain: The chain of a module, after it was built, copied or loaded.
+    """
+    layouts_of(chain)
 
 
 def apply(
@@ -49,12 +48,37 @@ def apply(
     recompute: bool = False,
     impl: Impl | None = None,
 ) -> Tensor:
-    """y = W x + bias for any leading shape of x, where `factors` are W's, in order of application.
+    """Multiply by a chain's matrix: y = x W^T + bias, following autocast as F.linear does.
 
-    Law: apply(chain, x, factors) = x @ dense(chain, factors).T. `scales` holds one number for each factor, by
-    which it is multiplied. With `recompute` the backward pass makes what lies between the factors anew instead of
-    finding it saved: less memory, a little more time. Follows autocast as F.linear does. `impl` forces one
-    implementation; without it the fastest that fits is taken, as far as the card was measured.
+    Law: apply(chain, x, factors) = x @ dense(chain, factors).T.
+
+    Args:
+        chain: The chain.
+        x: The input.
+        factors: The factors of W in order of application.
+        bias: What is added to the result.
+        scales: One number for each factor, as a tensor, by which it is multiplied.
+        recompute: Compute the intermediates between the factors again in the backward pass instead of saving them:
+            less memory, a little more time.
+        impl: The implementation to use, "reference", "bmm" or "triton". By default the fastest that takes the chain,
+            as far as the GPU was measured.
+
+    Shape:
+        x (*, d_in), factors (blocks, d_out, d_in) each, bias (d_out,) -> (*, d_out).
+
+    Returns:
+        The output.
+
+    Raises:
+        ShapeError: If x does not have `chain.d_in` features.
+        ButtressError: If `impl` is unknown, or cannot compute this.
+
+    Example:
+        >>> import buttress as bt
+        >>> chain = bt.BTT(rank=2).chain(16, 36)
+        >>> factors = [torch.randn(f.shape) for f in chain.factors]
+        >>> apply(chain, torch.randn(5, 16), factors).shape
+        torch.Size([5, 36])
     """
     if x.dim() == 0 or x.shape[-1] != chain.d_in:
         raise ShapeError(
@@ -66,14 +90,32 @@ def apply(
         x = x.to(dtype)
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
-    rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
-    run = IMPLEMENTATIONS[impl or ("triton" if fused.preferred(chain, rows) else "bmm")]
-    y = run(chain, rows, factors, bias, scales, recompute)
+    x_rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
+    implementation = IMPLEMENTATIONS[impl or ("triton" if fused.preferred(chain, x_rows) else "bmm")]
+    y = implementation(chain, x_rows, factors, bias, scales, recompute)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
 
 
 def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:
-    """The (d_out, d_in) matrix: the chain applied to the identity, in the factors' own precision."""
+    """The dense matrix: the chain applied to the identity, in the factors' own precision even under autocast.
+
+    Args:
+        chain: The chain.
+        factors: Its factors in order of application.
+        impl: The implementation to use; see `apply`.
+
+    Shape:
+        factors (blocks, d_out, d_in) each -> (chain.d_out, chain.d_in).
+
+    Returns:
+        The matrix.
+
+    Example:
+        >>> import buttress as bt
+        >>> chain = bt.Kronecker().chain(4, 4)
+        >>> dense(chain, [torch.ones(1, 2, 2), torch.ones(1, 2, 2)]).shape
+        torch.Size([4, 4])
+    """
     eye = torch.eye(chain.d_in, dtype=factors[0].dtype, device=factors[0].device)
     if autocast_dtype(eye) is None:
         return apply(chain, eye, factors, impl=impl).mT

@@ -1,6 +1,6 @@
-"""What torch's FlopCounterMode cannot know by itself: the fused kernels, and attention on the CPU.
+"""FLOP formulas that torch's FlopCounterMode lacks: the fused kernels, and attention on the CPU.
 
-torch counts attention on every device but the CPU, where the fused kernel would pass for free.
+torch counts attention on every device but the CPU, where the fused kernel would count as free.
 """
 
 from __future__ import annotations
@@ -12,40 +12,60 @@ from typing import Any
 
 import torch
 
-from buttress.ops.strides import Route
+from buttress.ops.strides import StridedChain
 
-_COUNTER = "torch.utils.flop_counter"
+_COUNTER_MODULE = "torch.utils.flop_counter"
 
 
 def register() -> None:
-    """Give torch's registry the formulas that it lacks."""
-    from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_flop_count
-
-    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return int(sdpa_flop_count(query, key, value))
+    """Add the formulas to torch's registry, and to the counters that are active already."""
+    from torch.utils import flop_counter
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     formulas: dict[Any, Any] = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         torch.ops.buttress.chain: _chain,
         torch.ops.buttress.chain_backward: _chain_backward,
     }
     for operator, formula in formulas.items():
-        if operator not in flop_registry:
-            register_flop_formula(operator)(formula)
+        if operator not in flop_counter.flop_registry:
+            flop_counter.register_flop_formula(operator)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        # A counter copies the registry when it is created, which may have been before this call.
+        if isinstance(counter := getattr(mode, "counter", None), flop_counter.FlopCounterMode):
+            for operator in formulas:
+                counter.flop_registry.setdefault(operator, flop_counter.flop_registry[operator])
 
 
-def register_if_cheap() -> None:
-    """At import: torch's counter brings triton along where that is installed, which takes longer than all of us."""
-    if _COUNTER in sys.modules or "triton" in sys.modules or importlib.util.find_spec("triton") is None:
+def register_if_imported() -> None:
+    """Add the formulas where a counter can be active, that is where torch's counter was imported."""
+    if _COUNTER_MODULE in sys.modules:
         register()
 
 
+def register_if_cheap() -> None:
+    """At import: torch's counter imports triton where it is installed, which is slower than importing buttress."""
+    if _COUNTER_MODULE in sys.modules or "triton" in sys.modules or importlib.util.find_spec("triton") is None:
+        register()
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return int(sdpa_flop_count(query, key, value))
+
+
+# torch passes the shapes of tensors.
 def _chain(x: Any, weights: Any, scales: Any, bias: Any, numbers: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    return int(2 * x[0] * Route.of(numbers).macs)
+    return int(2 * x[0] * StridedChain.from_ints(numbers).macs)
 
 
 def _chain_backward(
     dy: Any, x: Any, z: Any, weights: Any, scales: Any, numbers: Sequence[int],
     biased: bool, learns: bool, *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    return int((4 if learns else 2) * x[0] * Route.of(numbers).macs)
+    strided = StridedChain.from_ints(numbers)
+    macs = strided.macs * (2 if learns else 1)
+    if learns and len(z) != 3:  # the intermediates are computed again
+        macs += sum(factor.macs for factor in strided.factors[:-1])
+    return int(2 * dy[0] * macs)

@@ -11,14 +11,23 @@ from torch import Tensor
 
 from buttress.core.chain import Axes, Chain
 
-Bare = Callable[[Chain, Tensor, Sequence[Tensor], bool], Tensor]
-Whole = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor] | None, bool], Tensor]
+PaddedApply = Callable[[Chain, Tensor, Sequence[Tensor], bool], Tensor]
+"""(chain, padded x, factors, recompute) -> padded y."""
+Apply = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor] | None, bool], Tensor]
+"""(chain, x, factors, bias, scales, recompute) -> y: the interface of an implementation."""
 
 
-def framed(run: Bare) -> Whole:
-    """From (tokens, padded d_in) -> (tokens, padded d_out) to the layer's own sizes, with scales and bias."""
+def framed(padded_apply: PaddedApply) -> Apply:
+    """Give an implementation for padded sizes the layer's own sizes, scales and a bias.
 
-    @wraps(run)
+    Args:
+        padded_apply: Maps (tokens, padded d_in) to (tokens, padded d_out).
+
+    Returns:
+        A function that maps (tokens, d_in) to (tokens, d_out).
+    """
+
+    @wraps(padded_apply)
     def apply(
         chain: Chain,
         x: Tensor,
@@ -28,9 +37,9 @@ def framed(run: Bare) -> Whole:
         recompute: bool,
     ) -> Tensor:
         if scales is not None:
-            factors = [w * s.to(w.dtype) for w, s in zip(factors, scales, strict=True)]
+            factors = scaled_factors(factors, scales)
         pad_in, pad_out = chain.padding
-        y = run(chain, F.pad(x, (0, pad_in)) if pad_in else x, factors, recompute)
+        y = padded_apply(chain, F.pad(x, (0, pad_in)) if pad_in else x, factors, recompute)
         if pad_out:
             y = y[:, : chain.d_out]
         return y if bias is None else y + bias
@@ -38,24 +47,45 @@ def framed(run: Bare) -> Whole:
     return apply
 
 
-def read_window(chain: Chain, z: Tensor) -> tuple[Tensor, Axes]:
-    """(tokens, *x) -> (tokens, *x, w) with entry (n, w) = x[n + w - size(w) // 2], circular in n.
+def scaled_factors(factors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
+    """Each factor multiplied by its scale, in the factor's dtype.
 
-    The result is a strided view of one copy that is size(w) - 1 longer than x along n.
+    Args:
+        factors: Tensors of any shape.
+        scales: One number for each, as a tensor.
+
+    Returns:
+        The products, in the same order.
+    """
+    return [w * s.to(w.dtype) for w, s in zip(factors, scales, strict=True)]
+
+
+def read_window(chain: Chain, z: Tensor) -> tuple[Tensor, Axes]:
+    """Read x through the chain's circular window: entry (n, w) = x[n + w - size(w) // 2].
+
+    Args:
+        chain: A chain with a window.
+        z: The input, split into the axes of x.
+
+    Shape:
+        (tokens, *x) -> (tokens, *x, w).
+
+    Returns:
+        A strided view of one copy that is size(w) - 1 longer than x along n, and its axes without the tokens.
     """
     assert chain.window is not None
     n, w = chain.window
-    at = 1 + chain.x.index(n)
-    length, size = z.shape[at], chain.sizes[w]
+    dim = 1 + chain.x.index(n)
+    length, size = z.shape[dim], chain.sizes[w]
     before = size // 2
     after = size - 1 - before
-    ring = torch.cat((z.narrow(at, length - before, before), z, z.narrow(at, 0, after)), dim=at)
-    return ring.unfold(at, size, 1), (*chain.x, w)
+    ring = torch.cat((z.narrow(dim, length - before, before), z, z.narrow(dim, 0, after)), dim=dim)
+    return ring.unfold(dim, size, 1), (*chain.x, w)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would turn x into, where it is on; as in torch, float64 is left alone."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    """The dtype to which autocast would convert x, or None; as in torch, float64 is not converted."""
+    device_type = x.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type) or x.dtype == torch.float64:
         return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(device_type)

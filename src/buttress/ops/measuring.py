@@ -1,4 +1,4 @@
-"""Timing a layer's implementations side by side, on whatever device there is."""
+"""Timing a layer's implementations under the same conditions, on any device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,34 @@ from torch import Tensor
 from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.scaling import init_std
-from buttress.ops import tuning
-from buttress.ops.fused import operators as fused
-from buttress.ops.speeds import Row, Times, kind
+from buttress.ops.fused import availability, tuned
+from buttress.ops.layouts import layouts_of
+from buttress.ops.speeds import Row, Times, dtype_key
+from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES, Tuning, default_tuning
 
-BUDGET, GLANCE = 0.08, 0.03
-"""Seconds of repetitions for a time that is kept, and for one that only picks a way to launch."""
-FLUSH = 1 << 28
-"""Bytes written before each repetition, so that no cache holds what the last one left."""
+TIMING_SECONDS, TUNING_SECONDS = 0.08, 0.03
+"""Seconds of repetitions for a time that is stored, and for one that only compares launch options."""
+FLUSH_BYTES = 1 << 28
+"""Bytes written before each repetition, so that no cache contains what the last one left."""
 
 
-def time_ms(function: Callable[[], object], device: torch.device, budget: float = BUDGET) -> float:
-    """The median of repeated calls, in milliseconds."""
+def time_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> float:
+    """The median time of repeated calls.
+
+    Args:
+        function: What is timed.
+        device: Where it runs.
+        seconds: About how long to repeat it.
+
+    Returns:
+        Milliseconds.
+    """
     if device.type != "cuda":
-        return _time_cpu(function, budget)
-    flush = torch.empty(FLUSH, dtype=torch.int8, device=device)
+        return _cpu_time_ms(function, seconds)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def run(count: int) -> list[float]:
-        # Everything is queued before anything is waited for: a card that rests in between runs faster than it will.
+        # All work is queued before any is waited for: a GPU that idles in between runs faster than in practice.
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in pairs:
             flush.zero_()
@@ -40,36 +50,45 @@ def time_ms(function: Callable[[], object], device: torch.device, budget: float 
         return [start.elapsed_time(end) for start, end in pairs]
 
     run(2)
-    return median(run(max(5, min(200, int(1e3 * budget / median(run(3)))))))
+    return median(run(max(5, min(200, int(1e3 * seconds / median(run(3)))))))
 
 
-def _time_cpu(function: Callable[[], object], budget: float) -> float:
+def _cpu_time_ms(function: Callable[[], object], seconds: float) -> float:
     function()
-    took: list[float] = []
+    durations: list[float] = []
     begin = time.perf_counter()
-    while len(took) < 3 or time.perf_counter() - begin < budget:
+    while len(durations) < 3 or time.perf_counter() - begin < seconds:
         start = time.perf_counter()
         function()
-        took.append(time.perf_counter() - start)
-    return 1e3 * median(took)
+        durations.append(time.perf_counter() - start)
+    return 1e3 * median(durations)
 
 
-def graph_ms(function: Callable[[], object], device: torch.device, budget: float = BUDGET) -> float:
+def graph_time_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> float:
     """As `time_ms`, replayed from a CUDA graph: the device's time without the host's."""
     if device.type != "cuda":
-        return time_ms(function, device, budget)
+        return time_ms(function, device, seconds)
     for _ in range(2):
         function()
     graph = torch.cuda.CUDAGraph()
-    # On the stream where the leaves were made, or autograd would wait for another in the middle of the capture.
+    # On the stream where the leaves were created, or autograd would wait for another in the middle of the capture.
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device)):
         function()
-    return time_ms(graph.replay, device, budget)
+    return time_ms(graph.replay, device, seconds)
 
 
-@torch.enable_grad()  # projection asks for prices where there are no gradients
-def times(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
-    """Forward, and forward with backward, from a graph and as launched by Python."""
+@torch.enable_grad()  # projection asks for times where gradients are disabled
+def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
+    """Times of a function's forward pass, and of forward and backward, from a CUDA graph and launched by Python.
+
+    Args:
+        call: A function of the input.
+        x: The input.
+        weights: Further tensors whose gradients are computed.
+
+    Returns:
+        The four times.
+    """
     leaf = x.detach().requires_grad_()
     with torch.no_grad():
         dy = torch.randn_like(call(x))
@@ -81,74 +100,91 @@ def times(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]
     def both() -> object:
         return torch.autograd.grad(call(leaf), [leaf, *weights], dy)
 
-    where = x.device
     return Times(
-        forward=round(graph_ms(forward, where), 5),
-        both=round(graph_ms(both, where), 5),
-        forward_eager=round(time_ms(forward, where), 5),
-        both_eager=round(time_ms(both, where), 5),
+        forward=round(graph_time_ms(forward, x.device), 5),
+        both=round(graph_time_ms(both, x.device), 5),
+        forward_eager=round(time_ms(forward, x.device), 5),
+        both_eager=round(time_ms(both, x.device), 5),
     )
 
 
-def measure(
+def measure_layer(
     chain: Chain, label: str, tokens: int, dtype: torch.dtype, device: torch.device, *, linear: Times | None = None
 ) -> Row:
-    """One row of the table: every implementation that takes the chain, the kernels at their best."""
+    """Measure every implementation that takes a chain, the kernels with their fastest launch options.
+
+    Args:
+        chain: The chain.
+        label: The structure as text.
+        tokens: Tokens in the batch.
+        dtype: dtype of input and factors.
+        device: Where to measure.
+        linear: Times of nn.Linear of the same sizes, where they were measured before.
+
+    Returns:
+        One row of the speed table.
+    """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):
         x = torch.randn(tokens, chain.d_in, device=device, dtype=dtype)
         linear = linear or measure_linear(chain.d_in, chain.d_out, x)
-        found: dict[str, Times] = {}
         factors = [
             torch.randn(f.shape, device=device, dtype=dtype).mul_(init_std(f)).requires_grad_() for f in chain.factors
         ]
-        found["bmm"] = times(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors)
-        way = fused.prepare(chain)
-        best = None
-        if way is not None and fused.TRITON and device.type == "cuda":
+        times = {"bmm": time_passes(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors)}
+        tuning = None
+        if layouts_of(chain).strided is not None and availability.TRITON and device.type == "cuda":
             from triton.runtime.errors import OutOfResources
 
             try:
-                best = tune(chain, x, factors)
-                with fused.tuned(best):
-                    found["triton"] = times(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
+                tuning = tune(chain, x, factors)
+                with tuned(tuning):
+                    times["triton"] = time_passes(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
             except OutOfResources:
-                best = None  # a small card: torch.bmm it is
-    signature = None if way is None else way.signature
-    return Row(label, chain.d_in, chain.d_out, tokens, kind(dtype), signature, linear, found, best)
+                tuning = None  # a small GPU: torch.bmm is used
+    signature = layouts_of(chain).signature
+    return Row(label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), signature, linear, times, tuning)
 
 
 def measure_linear(d_in: int, d_out: int, x: Tensor) -> Times:
-    """nn.Linear of the same sizes."""
+    """Times of nn.Linear of these sizes, for the input x."""
     weight = torch.randn(d_out, d_in, device=x.device, dtype=x.dtype).mul_(d_in**-0.5).requires_grad_()
-    return times(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
+    return time_passes(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
 
 
 @torch.enable_grad()
-def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> tuning.Tuning:
-    """The fastest of the ways to launch the kernels that are tried."""
+def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
+    """The fastest of the candidate launch options of the kernels.
+
+    Args:
+        chain: A chain that the kernels take.
+        x: The input.
+        factors: The factors in order of application.
+
+    Returns:
+        The launch options; for dtypes wider than 16 bits the defaults, without measuring.
+    """
     leaf = x.detach().requires_grad_()
     dy = torch.randn(x.shape[0], chain.d_out, device=x.device, dtype=x.dtype)
 
-    def took(how: tuning.Tuning, *, back: bool) -> float:
+    def forward() -> Tensor:
+        return ops.apply(chain, leaf, factors, impl="triton")
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), [leaf, *factors], dy)
+
+    def milliseconds(function: Callable[[], object], tuning: Tuning) -> float:
         from triton.runtime.errors import OutOfResources
 
-        with fused.tuned(how):
+        with tuned(tuning):
             try:
-
-                def forward() -> Tensor:
-                    return ops.apply(chain, leaf, factors, impl="triton")
-
-                def both() -> object:
-                    return torch.autograd.grad(forward(), [leaf, *factors], dy)
-
-                return graph_ms(both if back else forward, x.device, GLANCE)
+                return graph_time_ms(function, x.device, TUNING_SECONDS)
             except OutOfResources:
                 return float("inf")
 
-    base = tuning.default(fused.prepare(chain).signature, x.itemsize)  # type: ignore[union-attr]
+    base = default_tuning(layouts_of(chain).signature, x.itemsize)  # type: ignore[arg-type]
     if x.itemsize > 2:
         return base
-    forward = min(tuning.FORWARD, key=lambda f: took(tuning.Tuning(f, base.backward), back=False))
-    backward = min(tuning.BACKWARD, key=lambda b: took(tuning.Tuning(forward, b), back=True))
-    return tuning.Tuning(forward, backward)
+    fastest_forward = min(FORWARD_CANDIDATES, key=lambda f: milliseconds(forward, Tuning(f, base.backward)))
+    fastest_backward = min(BACKWARD_CANDIDATES, key=lambda b: milliseconds(both, Tuning(fastest_forward, b)))
+    return Tuning(fastest_forward, fastest_backward)

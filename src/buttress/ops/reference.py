@@ -1,4 +1,4 @@
-"""The meaning of a chain: one einsum over its axes, any dtype, no thought of speed."""
+"""The definition of a chain: one einsum over its axes, any dtype, not optimized."""
 
 from __future__ import annotations
 
@@ -14,19 +14,44 @@ from buttress.ops.framing import framed, read_window
 
 @framed
 def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
-    """y[token, y] = sum over every other axis of the product of the factors and x[token, x].
+    """y[token, y] = sum over every other axis of the factors times x[token, x].
 
-    `x` is (tokens, padded d_in) and the result (tokens, padded d_out). What is saved is left to torch.
+    Args:
+        chain: The chain.
+        x: The input, padded.
+        factors: The factors in order of application.
+        recompute: Ignored; torch decides what is saved.
+
+    Shape:
+        (tokens, padded d_in) -> (tokens, padded d_out).
+
+    Returns:
+        The output, padded.
     """
-    return _held(chain, x, factors, chain.y, len(chain.factors)).flatten(1)
+    return _einsum(chain, x, factors, chain.y, len(chain.factors)).flatten(1)
 
 
-def held(chain: Chain, x: Tensor, factors: Sequence[Tensor], axes: Axes, *, before: int) -> Tensor:
-    """What is held before factor number `before`, after its regroup: (tokens, *axes). `factors` are those up to it."""
-    return _held(chain, F.pad(x, (0, chain.padding[0])), factors, axes, before)
+def intermediate(chain: Chain, x: Tensor, factors: Sequence[Tensor], axes: Axes, *, before: int) -> Tensor:
+    """The tensor held before one factor, after its regroup.
+
+    Args:
+        chain: The chain.
+        x: The input.
+        factors: At least the factors that are applied before.
+        axes: Order of the held axes in the result.
+        before: Number of the factor, counted from 0 in order of application.
+
+    Shape:
+        x (tokens, d_in) -> (tokens, *axes).
+
+    Returns:
+        The held tensor.
+    """
+    return _einsum(chain, F.pad(x, (0, chain.padding[0])), factors, axes, before)
 
 
-def _held(chain: Chain, x: Tensor, factors: Sequence[Tensor], wanted: Axes, before: int) -> Tensor:
+def _einsum(chain: Chain, x: Tensor, factors: Sequence[Tensor], out_axes: Axes, count: int) -> Tensor:
+    """The first `count` factors applied to a padded x, and the regroup that follows them, if any."""
     # Axis 0 stands for the tokens; einsum takes axes as integers, so there is no limit of 26 letters.
     number = {a: i for i, a in enumerate(chain.sizes, start=1)}
     z = x.reshape(-1, *(chain.sizes[a] for a in chain.x))
@@ -34,14 +59,14 @@ def _held(chain: Chain, x: Tensor, factors: Sequence[Tensor], wanted: Axes, befo
     if chain.window:
         z, axes = read_window(chain, z)
     operands: list[Tensor | list[int]] = [z, [0, *(number[a] for a in axes)]]
-    for i, factor in enumerate(chain.factors[: before + 1]):
+    for i, factor in enumerate(chain.factors[: count + 1]):
         if factor.regroup:
             old, new = factor.regroup
             z = torch.einsum(*operands, [0, *(number[a] for a in old)])
             z = z.reshape(-1, *(chain.sizes[a] for a in new))
             operands = [z, [0, *(number[a] for a in new)]]
-        if i < before:
+        if i < count:
             unfolded = factors[i].reshape([chain.sizes[a] for a in factor.axes])
             operands += [unfolded, [number[a] for a in factor.axes]]
-    made: Tensor = torch.einsum(*operands, [0, *(number[a] for a in wanted)])
-    return made
+    result: Tensor = torch.einsum(*operands, [0, *(number[a] for a in out_axes)])
+    return result

@@ -1,7 +1,7 @@
-"""The measured table: for each card what ran how fast, and from it which implementation to take.
+"""The speed table: how fast each implementation ran on each GPU, and from it which implementation to use.
 
-A table comes with the package for the card that it was measured on; `advise` and `measure` add rows for other
-cards and sizes, kept as JSON in the user's cache. What nothing near was measured for runs on torch.bmm.
+The package contains a table for the GPU on which it was measured; `advise` and `calibrate` add rows for other GPUs and
+sizes, stored as JSON in the user's cache. Layers without a similar measured one run on torch.bmm.
 """
 
 from __future__ import annotations
@@ -10,31 +10,37 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from math import inf, log2
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 
+from buttress import files
 from buttress.ops.strides import Signature
 from buttress.ops.tuning import Backward, Forward, Tuning
 
-MANY = 1 << 15
-"""Tokens that stand for "as many as you like"."""
-NEAR = 4.0
-"""A measured size stands for another up to this ratio in every one of its numbers."""
+MANY_TOKENS = 1 << 15
+"""The number of tokens assumed where a compiler leaves it open."""
+MAX_SIZE_RATIO = 4.0
+"""A measured layer is similar to another if none of their sizes differ by more than this factor."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds: of the forward pass and of a training step, replayed from a CUDA graph and launched by Python."""
+    """Milliseconds of one layer. Field names are those of the speed tables.
+
+    Args:
+        forward: Forward pass, replayed from a CUDA graph.
+        both: Forward and backward pass, replayed from a CUDA graph.
+        forward_eager: Forward pass, launched by Python.
+        both_eager: Forward and backward pass, launched by Python.
+    """
 
     forward: float
     both: float
@@ -42,7 +48,15 @@ class Times:
     both_eager: float
 
     def of(self, *, training: bool, launched: bool) -> float:
-        """`launched`: a compiler or a graph does the launching."""
+        """One of the four times.
+
+        Args:
+            training: Forward and backward pass rather than the forward pass alone.
+            launched: Whether a compiler or a CUDA graph does the launching.
+
+        Returns:
+            Milliseconds.
+        """
         if training:
             return self.both if launched else self.both_eager
         return self.forward if launched else self.forward_eager
@@ -50,7 +64,19 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """One layer on one card."""
+    """One layer on one GPU. Field names are those of the speed tables.
+
+    Args:
+        structure: The structure as text.
+        d_in: Input features.
+        d_out: Output features.
+        tokens: Tokens in the batch.
+        dtype: As `dtype_key` names it.
+        signature: Sizes of the chain for the kernels; None where they do not take it.
+        linear: Times of nn.Linear of the same sizes.
+        times: Times by implementation.
+        tuning: The fastest launch options of the kernels, where they were measured.
+    """
 
     structure: str
     d_in: int
@@ -58,28 +84,32 @@ class Row:
     tokens: int
     dtype: str
     signature: Signature | None
-    """None where the kernels do not take the chain."""
     linear: Times
-    """nn.Linear of the same sizes."""
     times: Mapping[str, Times]
-    """By implementation."""
     tuning: Tuning | None = None
 
     @property
     def best(self) -> str:
-        """The implementation for a training step under a compiler."""
+        """The fastest implementation for a training step under a compiler."""
         return min(self.times, key=lambda name: self.times[name].both)
 
+    @property
+    def key(self) -> tuple[str, int, int, int, str]:
+        """What a row of a table is identified by."""
+        return self.structure, self.d_in, self.d_out, self.tokens, self.dtype
+
     def as_json(self) -> dict[str, Any]:
+        """The row as plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
+        """The inverse of `as_json`; raises ValueError, KeyError or TypeError for other data."""
         tuning, signature = data["tuning"], data["signature"]
         if signature:
             sizes, scattered = signature
             signature = tuple((a, b, c) for a, b, c in sizes), bool(scattered)
-            if not all(isinstance(n, int) and n > 0 for hop in signature[0] for n in hop):
+            if not all(isinstance(n, int) and n > 0 for factor in signature[0] for n in factor):
                 raise ValueError(f"sizes must be positive: {sizes}")
         if "bmm" not in data["times"]:
             raise KeyError("bmm")
@@ -91,131 +121,143 @@ class Row:
             tuning=tuning and Tuning(Forward(**tuning["forward"]), Backward(**tuning["backward"])),
         )
 
-    @property
-    def key(self) -> tuple[str, int, int, int, str]:
-        return self.structure, self.d_in, self.d_out, self.tokens, self.dtype
 
-
-def cache() -> Path:
-    """Where measured tables are kept: $BUTTRESS_CACHE, or `buttress` in the user's cache."""
-    if given := os.environ.get("BUTTRESS_CACHE"):
-        return Path(given)
+def cache_folder() -> Path:
+    """Where the user's speed tables are stored: $BUTTRESS_CACHE, or `buttress` in the user's cache folder."""
+    if folder := os.environ.get("BUTTRESS_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "buttress"
 
 
-def _slug(device: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+@lru_cache(maxsize=8)
+def table(device: str) -> tuple[Row, ...]:
+    """A GPU's speed table: the rows that the package contains, and the user's own, which replace them.
+
+    Args:
+        device: Name of the GPU, as torch.cuda.get_device_name gives it.
+
+    Returns:
+        The rows; none where nothing was measured. A file that is not a table is ignored with a warning.
+    """
+    name = _file_name(device)
+    shipped = _read_or_warn(lambda: resources.files("buttress.ops").joinpath("tables", name))
+    own = _read_or_warn(lambda: cache_folder() / name)
+    return tuple({row.key: row for row in (*shipped, *own, *unwritten_rows.get(device, ()))}.values())
 
 
-def _parsed(file: Path | Traversable) -> list[Row]:
+unwritten_rows: dict[str, list[Row]] = {}
+"""Rows by GPU that could not be written to the user's cache; they count while this process lives."""
+
+
+def store_rows(device: str, rows: Iterable[Row]) -> None:
+    """Add rows to the user's speed table for a GPU, in one step; later rows replace earlier ones of the same layer.
+
+    Several processes may do so at once. Where nothing can be written, the rows count in this process alone.
+
+    Args:
+        device: Name of the GPU.
+        rows: The rows to add.
+    """
+    new_rows = list(rows)
+    try:
+        path = cache_folder() / _file_name(device)
+        with files.locked(path.with_suffix(".lock"), wait=True):
+            old_rows, sound = _read_if_sound(path)
+            if not sound:
+                path.replace(path.with_suffix(".bad"))
+            write(path, device, {row.key: row for row in (*old_rows, *new_rows)}.values())
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"measured speeds could not be stored, and count in this process alone: {error!r}", stacklevel=2)
+        unwritten_rows.setdefault(device, []).extend(new_rows)
+    clear_caches()
+
+
+def write(path: Path, device: str, rows: Iterable[Row]) -> None:
+    """Write one table as a file, replaced in one step.
+
+    Args:
+        path: The file.
+        device: Name of the GPU.
+        rows: The rows.
+    """
+    head = {"device": device, "torch": torch.__version__}
+    lines = ",\n".join(json.dumps(row.as_json()) for row in rows)
+    files.write_text(path, f'{{{json.dumps(head)[1:-1]}, "rows": [\n{lines}\n]}}\n')
+
+
+def clear_caches() -> None:
+    """Forget what was read from tables and decided from them, so that they are read again."""
+    for cached in (table, prefers_kernels_cached, measured_tuning):
+        cached.cache_clear()
+
+
+def _file_name(device: str) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return f"{slug}.json"
+
+
+def _read(file: Path | Traversable) -> list[Row]:
+    """The rows of a table; none where there is no file."""
     if not file.is_file():
         return []
     return [Row.from_json(row) for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
 
 
-def _rows(find: Callable[[], Path | Traversable]) -> list[Row]:
-    """The rows of a table, none where there is no file, or where it is not one: speed is not worth a crash."""
+def _read_or_warn(locate: Callable[[], Path | Traversable]) -> list[Row]:
+    """The rows of a table; none, with a warning, where it cannot be read: speed is not worth a crash."""
     source: object = "the user's cache"
     try:
-        source = file = find()
-        return _parsed(file)
+        source = file = locate()
+        return _read(file)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"{source} is not a table of measured speeds, so it is left alone: {error!r}", stacklevel=3)
+        warnings.warn(f"{source} is not a table of measured speeds and is ignored: {error!r}", stacklevel=3)
         return []
 
 
-@lru_cache(maxsize=8)
-def table(device: str) -> tuple[Row, ...]:
-    """What is known about a card by that name: the rows that come with the package, and the user's own."""
-    name = f"{_slug(device)}.json"
-    shipped = _rows(lambda: resources.files("buttress.ops").joinpath("tables", name))
-    own = _rows(lambda: cache() / name)
-    return tuple({row.key: row for row in (*shipped, *own, *_unkept.get(device, ()))}.values())
-
-
-_unkept: dict[str, list[Row]] = {}
-"""Rows that could not be written; they count while this process lives."""
-
-
-def keep(device: str, rows: Iterable[Row]) -> None:
-    """Add rows to the user's table of a card, whole or not at all; later ones replace earlier ones.
-
-    Several processes may do so at once. Where nothing can be written, the rows count in this process alone.
-    """
-    fresh = list(rows)
+def _read_if_sound(path: Path) -> tuple[list[Row], bool]:
+    """The rows of a file, and whether it was a table."""
     try:
-        path = cache() / f"{_slug(device)}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            old, sound = _old(path)
-            if not sound:
-                path.replace(path.with_suffix(".bad"))
-            write(path, device, {row.key: row for row in (*old, *fresh)}.values())
-    except (OSError, RuntimeError) as error:
-        warnings.warn(f"measured speeds could not be kept, and count in this process alone: {error!r}", stacklevel=2)
-        _unkept.setdefault(device, []).extend(fresh)
-    table.cache_clear()
-    prefers_kernels_cached.cache_clear()
-    tuning.cache_clear()
-
-
-def _old(path: Path) -> tuple[list[Row], bool]:
-    """What a table held, and whether it was one."""
-    try:
-        return _parsed(path), True
+        return _read(path), True
     except (ValueError, KeyError, TypeError, AttributeError):
         return [], False
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time, where the system has such locks; they end with the process."""
-    with path.open("w") as file:
-        try:
-            import fcntl
-        except ImportError:
-            yield
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def write(path: Path, device: str, rows: Iterable[Row]) -> None:
-    """One table as a file, replaced in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"device": device, "torch": torch.__version__}
-    lines = ",\n".join(json.dumps(row.as_json()) for row in rows)
-    with NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
-        part.write(f'{{{json.dumps(head)[1:-1]}, "rows": [\n{lines}\n]}}\n')
-    Path(part.name).chmod(0o644)
-    Path(part.name).replace(path)
-
-
 @lru_cache(maxsize=16)
-def card(index: int) -> str:
+def gpu_name(index: int) -> str:
+    """Name of a GPU of this machine."""
     return torch.cuda.get_device_name(index)
 
 
 def nearest(rows: Iterable[Row], signature: Signature, dtype: str, tokens: int | None) -> Row | None:
-    """The measured layer that is most like this one, if any is like it at all."""
+    """The measured layer that is most similar to this one.
+
+    Args:
+        rows: Measured layers.
+        signature: Sizes of the chain; see `StridedChain.signature`.
+        dtype: As `dtype_key` names it.
+        tokens: Tokens in the batch; None to leave them out of the comparison.
+
+    Returns:
+        The row with the smallest sum of log-ratios, or None where no row is within `MAX_SIZE_RATIO` in every size.
+    """
     best, least = None, inf
     for row in rows:
         if row.signature is None or row.dtype != dtype:
             continue
-        (mine, scattered), (theirs, wanted) = row.signature, signature
-        if len(mine) != len(theirs) or scattered != wanted:
+        (row_sizes, row_scattered), (sizes, scattered) = row.signature, signature
+        if len(row_sizes) != len(sizes) or row_scattered != scattered:
             continue
-        steps = [abs(log2(a / b)) for a, b in zip(sum(mine, ()), sum(theirs, ()), strict=True)]
-        if max(steps) > log2(NEAR):
+        distances = [abs(log2(a / b)) for a, b in zip(sum(row_sizes, ()), sum(sizes, ()), strict=True)]
+        if max(distances) > log2(MAX_SIZE_RATIO):
             continue
-        far = sum(steps) + (0.0 if tokens is None else abs(log2(row.tokens / max(tokens, 1))))
-        if far < least:
-            best, least = row, far
+        distance = sum(distances) + (0.0 if tokens is None else abs(log2(row.tokens / max(tokens, 1))))
+        if distance < least:
+            best, least = row, distance
     return best
 
 
-def kind(dtype: torch.dtype) -> str:
-    """A dtype as the tables name it: float32 is another thing where its products are made in tf32."""
+def dtype_key(dtype: torch.dtype) -> str:
+    """A dtype as the tables name it: "tf32" for float32 where its matrix products are computed in tf32."""
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return str(dtype)
@@ -224,27 +266,49 @@ def kind(dtype: torch.dtype) -> str:
 def prefers_kernels(
     signature: Signature, dtype: torch.dtype, index: int, tokens: int, training: bool, launched: bool
 ) -> bool:
-    """Whether the fused kernels beat torch.bmm for such a layer on this card, as far as anything was measured."""
-    return prefers_kernels_cached(signature, kind(dtype), index, max(tokens, 1).bit_length(), training, launched)
+    """Whether the fused kernels are faster than torch.bmm for such a layer, as far as anything similar was measured.
+
+    Args:
+        signature: Sizes of the chain.
+        dtype: dtype of the layer.
+        index: Index of the GPU.
+        tokens: Tokens in the batch.
+        training: Whether a backward pass follows.
+        launched: Whether a compiler or a CUDA graph does the launching.
+
+    Returns:
+        True for the kernels, False for torch.bmm.
+    """
+    return prefers_kernels_cached(signature, dtype_key(dtype), index, max(tokens, 1).bit_length(), training, launched)
 
 
-# A compiler is to ask once and not to look inside: torch.compiler.assume_constant_result, without importing it.
+# A compiler calls it once and does not trace it: torch.compiler.assume_constant_result, without importing it.
 prefers_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4096)
 def prefers_kernels_cached(
-    signature: Signature, dtype: str, index: int, bits: int, training: bool, launched: bool
+    signature: Signature, dtype: str, index: int, token_bits: int, training: bool, launched: bool
 ) -> bool:
-    row = nearest(table(card(index)), signature, dtype, 1 << (bits - 1))
+    """As `prefers_kernels`, with the tokens rounded down to a power of two, given by its bit length."""
+    row = nearest(table(gpu_name(index)), signature, dtype, 1 << (token_bits - 1))
     if row is None or "triton" not in row.times:
         return False
-    took = {name: times.of(training=training, launched=launched) for name, times in row.times.items()}
-    return took["triton"] < took["bmm"]
+    ms = {name: times.of(training=training, launched=launched) for name, times in row.times.items()}
+    return ms["triton"] < ms["bmm"]
 
 
 @lru_cache(maxsize=4096)
-def tuning(signature: Signature, dtype: str, index: int) -> Tuning | None:
-    """How the kernels are launched best for such a layer on this card, if anything near was measured."""
-    row = nearest((r for r in table(card(index)) if r.tuning), signature, dtype, None)
+def measured_tuning(signature: Signature, dtype: str, index: int) -> Tuning | None:
+    """The fastest launch options for the most similar measured layer, or None.
+
+    Args:
+        signature: Sizes of the chain.
+        dtype: As `dtype_key` names it.
+        index: Index of the GPU.
+
+    Returns:
+        The launch options, if anything similar was measured on this GPU.
+    """
+    row = nearest((r for r in table(gpu_name(index)) if r.tuning), signature, dtype, None)
     return None if row is None else row.tuning

@@ -1,9 +1,10 @@
-"""A chain as the fused kernels see it: one hop a factor, all strides worked out. No triton here.
+"""A chain as the fused kernels see it: for each factor, strides into what it reads and writes. No triton here.
 
-x and y are (tokens, columns). Between the factors tokens are the fastest axis, in tiles: z is (tile, row, token).
-A hop takes, for each of its blocks g, the places `base + place(k)` of what it reads, multiplies by its weight, and
-writes to `base + place(j)`; a place is a column of x or y, or a row of z. The shuffle between two factors is
-nothing but these numbers, so whatever a structure is called, a chain fits if its places have so few levels.
+x and y are (tokens, columns). The intermediates between factors are (tile, row, token): tokens are the fastest axis,
+in tiles. Each block of a factor reads the entries `offset + strides(k)` of its source, multiplies them by its slice of
+the weight, and writes to `offset + strides(j)` of its target. An entry is a column of x or y, or a row of an
+intermediate. The shuffle between two factors is contained in these numbers, so a chain of any structure fits if its
+index sets need at most two strides.
 """
 
 from __future__ import annotations
@@ -17,179 +18,212 @@ from math import gcd, prod
 from buttress.core.chain import Axes, Chain
 
 Signature = tuple[tuple[tuple[int, int, int], ...], bool]
+"""What the speed of the kernels depends on; see `StridedChain.signature`."""
 
 
 @dataclass(frozen=True)
-class Places:
-    """i -> (i // split) * outer + (i % split) * inner, for i below `size`."""
+class Strides:
+    """The map i -> (i // inner_size) * outer_stride + (i % inner_size) * inner_stride, for i below `size`."""
 
     size: int
-    split: int
-    outer: int
-    inner: int
+    inner_size: int
+    outer_stride: int
+    inner_stride: int
 
     @classmethod
-    def of(cls, sizes: Sequence[int], strides: Sequence[int]) -> Places | None:
-        """The places of nested axes, slowest first, or None where that takes more than two levels."""
-        levels = _merge([(n, (s,)) for n, s in zip(sizes, strides, strict=True)])
-        match levels:
+    def of(cls, sizes: Sequence[int], strides: Sequence[int]) -> Strides | None:
+        """The strides of nested axes, slowest first, or None where they take more than two."""
+        merged = _merge_axes([(n, (s,)) for n, s in zip(sizes, strides, strict=True)])
+        match merged:
             case []:
                 return cls(1, 1, 0, 1)
             case [(n, (inner,))]:
                 return cls(n, n, 0, inner)
-            case [(n, (outer,)), (split, (inner,))]:
-                return cls(n * split, split, outer, inner)
+            case [(n, (outer,)), (inner_size, (inner,))]:
+                return cls(n * inner_size, inner_size, outer, inner)
         return None
 
 
 @dataclass(frozen=True)
-class Lead:
-    """One axis of the blocks: its size, and what a step along it adds to the bases and to the weight's index."""
+class BlockAxis:
+    """One axis along which a factor's blocks are numbered, and what a step along it adds to each offset."""
 
     size: int
-    source: int
-    target: int
-    weight: int
+    source_stride: int
+    target_stride: int
+    weight_stride: int
+    """In slices of the weight; 0 along an axis that shares them."""
 
 
 @dataclass(frozen=True)
-class Hop:
-    """One factor: where its blocks read, where they write, which slice of the weight they use."""
+class StridedFactor:
+    """One factor: where its blocks read, where they write, and which slice of the weight they use."""
 
-    source: Places
-    target: Places
-    leads: tuple[Lead, ...]
+    source: Strides
+    target: Strides
+    block_axes: tuple[BlockAxis, ...]
     slices: int
-    """Slices of the weight."""
+    """Number of slices of the weight."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        # Plans of launches are looked up by it on every call.
-        return hash((self.source, self.target, self.leads, self.slices))
+        # Launch plans are looked up by it on every call.
+        return hash((self.source, self.target, self.block_axes, self.slices))
 
     @cached_property
     def blocks(self) -> int:
         """Blocks of work: each slice once for everything that shares it."""
-        return prod(lead.size for lead in self.leads)
+        return prod(axis.size for axis in self.block_axes)
 
     @property
     def macs(self) -> int:
+        """Multiply-accumulates per token."""
         return self.blocks * self.source.size * self.target.size
 
     @cached_property
-    def bases(self) -> tuple[tuple[int, int, int], ...]:
-        """(base of the source, base of the target, slice of the weight) for each block."""
-        steps = product(*(range(lead.size) for lead in self.leads))
-        return tuple(
-            (
-                sum(i * lead.source for i, lead in zip(at, self.leads, strict=True)),
-                sum(i * lead.target for i, lead in zip(at, self.leads, strict=True)),
-                sum(i * lead.weight for i, lead in zip(at, self.leads, strict=True)),
+    def block_offsets(self) -> tuple[tuple[int, int, int], ...]:
+        """For each block: the offsets of its source and target, and its slice of the weight."""
+        strides = [(axis.source_stride, axis.target_stride, axis.weight_stride) for axis in self.block_axes]
+        offsets = []
+        for index in product(*(range(axis.size) for axis in self.block_axes)):
+            source, target, weight = (
+                sum(i * stride[role] for i, stride in zip(index, strides, strict=True)) for role in range(3)
             )
-            for at in steps
-        )
+            offsets.append((source, target, weight))
+        return tuple(offsets)
 
     @property
-    def reach(self) -> int:
-        """One more than the last place that is read."""
-        p = self.source
-        return self.bases[-1][0] + (p.size // p.split - 1) * p.outer + (p.split - 1) * p.inner + 1
+    def source_extent(self) -> int:
+        """One more than the last entry of the source that is read."""
+        s = self.source
+        last = (s.size // s.inner_size - 1) * s.outer_stride + (s.inner_size - 1) * s.inner_stride
+        return self.block_offsets[-1][0] + last + 1
 
     @cached_property
-    def aligned(self) -> tuple[int, int]:
-        """What all bases of the source, and of the target, are multiples of: 16 at most, which is wide enough."""
-        return gcd(16, *(lead.source for lead in self.leads)), gcd(16, *(lead.target for lead in self.leads))
+    def alignment(self) -> tuple[int, int]:
+        """Common divisors of all source offsets and of all target offsets, at most 16, the widest that matters."""
+        return (
+            gcd(16, *(axis.source_stride for axis in self.block_axes)),
+            gcd(16, *(axis.target_stride for axis in self.block_axes)),
+        )
 
 
 @dataclass(frozen=True)
-class Route:
-    """A whole chain. `rows` says how many rows z has after each hop but the last."""
+class StridedChain:
+    """A whole chain.
 
-    hops: tuple[Hop, ...]
+    Args:
+        factors: The factors in order of application.
+        d_in: Columns of x.
+        d_out: Columns of y.
+        intermediate_rows: Rows of the intermediate after each factor but the last.
+    """
+
+    factors: tuple[StridedFactor, ...]
     d_in: int
     d_out: int
-    rows: tuple[int, ...]
+    intermediate_rows: tuple[int, ...]
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.hops, self.d_in, self.d_out, self.rows))
+        return hash((self.factors, self.d_in, self.d_out, self.intermediate_rows))
 
     @property
     def macs(self) -> int:
-        return sum(hop.macs for hop in self.hops)
+        """Multiply-accumulates per token."""
+        return sum(factor.macs for factor in self.factors)
+
+    @cached_property
+    def total_rows(self) -> int:
+        """Rows of all intermediates, which are stored in one tensor."""
+        return sum(self.intermediate_rows)
+
+    @cached_property
+    def row_starts(self) -> tuple[int, ...]:
+        """First row of each intermediate in that tensor."""
+        return tuple(sum(self.intermediate_rows[:i]) for i in range(len(self.intermediate_rows)))
 
     @cached_property
     def signature(self) -> Signature:
-        """What the speed depends on: (blocks, inputs, outputs) of each hop, and whether x or y is read or written in
-        single numbers rather than in runs."""
-        sizes = tuple((hop.blocks, hop.source.size, hop.target.size) for hop in self.hops)
-        return sizes, self.hops[0].source.inner != 1 or self.hops[-1].target.inner != 1
+        """What the speed depends on: (blocks, inputs, outputs) of each factor, and whether x or y is read or written
+        in single numbers rather than in contiguous runs."""
+        sizes = tuple((f.blocks, f.source.size, f.target.size) for f in self.factors)
+        return sizes, self.factors[0].source.inner_stride != 1 or self.factors[-1].target.inner_stride != 1
 
-    def numbers(self) -> list[int]:
-        """As integers, which is what a registered operator can be given."""
-        flat = [self.d_in, self.d_out, len(self.hops), *self.rows]
-        for hop in self.hops:
-            flat += [*astuple(hop.source), *astuple(hop.target), hop.slices, len(hop.leads)]
-            flat += [n for lead in hop.leads for n in astuple(lead)]
+    def to_ints(self) -> list[int]:
+        """The chain as integers, which a registered operator accepts as an argument."""
+        flat = [self.d_in, self.d_out, len(self.factors), *self.intermediate_rows]
+        for factor in self.factors:
+            flat += [*astuple(factor.source), *astuple(factor.target), factor.slices, len(factor.block_axes)]
+            flat += [n for axis in factor.block_axes for n in astuple(axis)]
         return flat
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Route:
-        """The inverse of `numbers`."""
-        rest = iter(numbers)
+    def from_ints(cls, numbers: Sequence[int]) -> StridedChain:
+        """The inverse of `to_ints`."""
+        remaining = iter(numbers)
 
         def take(count: int) -> list[int]:
-            return [next(rest) for _ in range(count)]
+            return [next(remaining) for _ in range(count)]
 
         d_in, d_out, count = take(3)
-        rows = tuple(take(count - 1))
-        hops = []
+        intermediate_rows = tuple(take(count - 1))
+        factors = []
         for _ in range(count):
-            source, target = Places(*take(4)), Places(*take(4))
+            source, target = Strides(*take(4)), Strides(*take(4))
             slices, depth = take(2)
-            hops.append(Hop(source, target, tuple(Lead(*take(4)) for _ in range(depth)), slices))
-        return cls(tuple(hops), d_in, d_out, rows)
+            factors.append(StridedFactor(source, target, tuple(BlockAxis(*take(4)) for _ in range(depth)), slices))
+        return cls(tuple(factors), d_in, d_out, intermediate_rows)
 
 
-def route(chain: Chain) -> Route | None:
-    """The hops of a chain, or None where it has a shape that the kernels do not take."""
+def strided_chain(chain: Chain) -> StridedChain | None:
+    """The strides of a chain.
+
+    Args:
+        chain: Any chain.
+
+    Returns:
+        The chain for the kernels, or None where it has a window, a regroup, or axes that take more than two strides.
+    """
     if chain.window or any(f.regroup for f in chain.factors):
         return None
-    held = _strides(chain, chain.x)
-    hops, rows = [], []
+    source_strides = _contiguous_strides(chain, chain.x)
+    factors, rows = [], []
     for i, f in enumerate(chain.factors):
-        lead = f.batch_axes + f.shared_axes
+        block_axes = f.batch_axes + f.shared_axes
         last = i == len(chain.factors) - 1
-        made = _strides(chain, chain.y if last else lead + f.out_axes)
-        source = Places.of([chain.sizes[a] for a in f.in_axes], [held[a] for a in f.in_axes])
-        target = Places.of([chain.sizes[a] for a in f.out_axes], [made[a] for a in f.out_axes])
+        target_strides = _contiguous_strides(chain, chain.y if last else block_axes + f.out_axes)
+        source = Strides.of([chain.sizes[a] for a in f.in_axes], [source_strides[a] for a in f.in_axes])
+        target = Strides.of([chain.sizes[a] for a in f.out_axes], [target_strides[a] for a in f.out_axes])
         if source is None or target is None:
             return None
-        slice_of = _strides(chain, f.batch_axes)
-        leads = _merge([(chain.sizes[a], (held[a], made[a], slice_of.get(a, 0))) for a in lead])
-        hops.append(Hop(source, target, tuple(Lead(n, *steps) for n, steps in leads), f.blocks))
-        rows.append(chain.size(lead + f.out_axes))
-        held = made
-    return Route(tuple(hops), chain.d_in, chain.d_out, tuple(rows[:-1]))
+        slice_strides = _contiguous_strides(chain, f.batch_axes)
+        merged = _merge_axes(
+            [(chain.sizes[a], (source_strides[a], target_strides[a], slice_strides.get(a, 0))) for a in block_axes]
+        )
+        factors.append(StridedFactor(source, target, tuple(BlockAxis(n, *steps) for n, steps in merged), f.blocks))
+        rows.append(chain.size(block_axes + f.out_axes))
+        source_strides = target_strides
+    return StridedChain(tuple(factors), chain.d_in, chain.d_out, tuple(rows[:-1]))
 
 
-def _strides(chain: Chain, axes: Axes) -> dict[str, int]:
-    """The step of each axis where the last is the fastest."""
+def _contiguous_strides(chain: Chain, axes: Axes) -> dict[str, int]:
+    """The stride of each axis where the last is the fastest."""
     return {a: chain.size(axes[i + 1 :]) for i, a in enumerate(axes)}
 
 
-def _merge(axes: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Neighbouring axes of (size, steps) as one where that makes no difference; axes of size 1 go."""
+def _merge_axes(axes: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Join neighbouring axes of (size, strides) that act as one, and drop axes of size 1."""
     merged: list[tuple[int, tuple[int, ...]]] = []
-    for size, steps in axes:
+    for size, strides in axes:
         if size == 1:
             continue
-        inside = bool(merged) and merged[-1][1] == tuple(size * s for s in steps)
-        merged.append((size * (merged.pop()[0] if inside else 1), steps))
+        contiguous = bool(merged) and merged[-1][1] == tuple(size * s for s in strides)
+        merged.append((size * (merged.pop()[0] if contiguous else 1), strides))
     return merged

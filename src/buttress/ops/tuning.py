@@ -6,55 +6,81 @@ from dataclasses import dataclass
 
 from buttress.ops.strides import Signature
 
-TOKENS = 64
-"""Tokens in a tile: rows of z are this long."""
+TILE_TOKENS = 64
+"""Tokens in a tile: the length of an intermediate's rows."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """How the forward pass is launched."""
+    """Launch options of the forward pass. Field names are those of the speed tables.
+
+    Args:
+        warps: Warps per program.
+        stages: Tiles in flight at a time, as far as shared memory allows.
+        out: Most outputs of a block that one program computes.
+        programs: Programs per multiprocessor for a factor with a launch of its own.
+        fuse: Whether both factors of a pair run in one launch, where that is possible.
+    """
 
     warps: int = 4
     stages: int = 4
     out: int = 128
-    """Most outputs of a block that one program makes."""
     programs: int = 4
-    """Programs wanted of a hop by itself, for each multiprocessor."""
     fuse: bool = True
-    """Whether both hops of a pair go in one launch, where that is possible."""
 
 
 @dataclass(frozen=True)
 class Backward:
-    """How the backward pass is launched."""
+    """Launch options of the backward pass. Field names are those of the speed tables.
+
+    Args:
+        warps: Warps per program.
+        stages: Tiles in flight at a time, as far as shared memory allows.
+        programs: Programs per multiprocessor.
+        numbers: Most entries of a weight's gradient that one program keeps in registers.
+    """
 
     warps: int = 8
     stages: int = 3
     programs: int = 2
     numbers: int = 16384
-    """Most numbers of a weight's gradient that one program keeps in registers."""
 
 
 @dataclass(frozen=True)
 class Tuning:
+    """Launch options of both passes."""
+
     forward: Forward = Forward()
     backward: Backward = Backward()
 
 
-FORWARD = (
+FORWARD_CANDIDATES = (
     Forward(),
     Forward(stages=3),
     Forward(warps=8, out=256),
     Forward(warps=8, stages=3, out=256, fuse=False),
     Forward(stages=3, fuse=False),
 )
-BACKWARD = (Backward(), Backward(stages=4), Backward(warps=4, programs=4), Backward(warps=4, stages=2, programs=4))
-"""What is tried when a card is measured: each was the best somewhere on one H200."""
+BACKWARD_CANDIDATES = (
+    Backward(),
+    Backward(stages=4),
+    Backward(warps=4, programs=4),
+    Backward(warps=4, stages=2, programs=4),
+)
+"""What is tried when a GPU is measured: each was the fastest for some layer on one H200."""
 
 
-def default(signature: Signature, itemsize: int) -> Tuning:
-    """A choice for what was never measured: what did well most often on one H200."""
+def default_tuning(signature: Signature, itemsize: int) -> Tuning:
+    """Launch options for a layer that was never measured: the fastest most often on one H200.
+
+    Args:
+        signature: Sizes of the chain; see `StridedChain.signature`.
+        itemsize: Bytes of one number.
+
+    Returns:
+        The launch options.
+    """
     if itemsize > 2:
         return Tuning(Forward(stages=2, out=64), Backward(stages=2, numbers=4096))
     small = max(inputs * outputs for _, inputs, outputs in signature[0]) <= 2048
-    return Tuning(backward=BACKWARD[2] if small else BACKWARD[0])
+    return Tuning(backward=BACKWARD_CANDIDATES[2] if small else BACKWARD_CANDIDATES[0])

@@ -127,7 +127,7 @@ def _entering(chain: Chain, factors: Sequence[Tensor], i: int, inputs: Tensor) -
     """What factor i multiplies: (blocks, rows, d_in)."""
     f = chain.factors[i]
     axes = f.batch_axes + f.shared_axes + f.in_axes
-    return _rows(chain, ops.reference.held(chain, inputs, factors[:i], axes, before=i), f.batch_axes, f.in_axes)
+    return _rows(chain, ops.reference.intermediate(chain, inputs, factors[:i], axes, before=i), f.batch_axes, f.in_axes)
 
 
 def _leaving(chain: Chain, factors: Sequence[Tensor], i: int, like: Tensor) -> Tensor:

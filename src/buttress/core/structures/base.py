@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 from buttress.core.chain import Axes, Chain
 from buttress.errors import ButtressError, StructureError
+from buttress.suggestions import did_you_mean
 
 _REGISTRY: dict[str, type[Structure]] = {}
 
@@ -23,8 +23,16 @@ MOST_UNEVEN = 2
 class Structure(ABC):
     """A family of matrices; an instance fixes its options (rank, blocks, ...), never its size.
 
-    Subclasses are declared with `@structure`, which makes them frozen dataclasses and gives them a
+    Subclasses are declared with `@structure`, which turns them into frozen dataclasses and gives them a
     name. The one method to write is `chain`.
+
+    Example::
+
+        @structure
+        class Diagonal(Structure):
+            def chain(self, d_in, d_out):
+                n = max(d_in, d_out)
+                return Chain.of(d_in, d_out, x="n", factors={"D": "n"}, y="n", sizes={"n": n})
     """
 
     name: str
@@ -32,22 +40,38 @@ class Structure(ABC):
 
     @abstractmethod
     def chain(self, d_in: int, d_out: int) -> Chain:
-        """The chain of this structure for a layer of d_in inputs and d_out outputs."""
+        """The chain of this structure for a layer of `d_in` inputs and `d_out` outputs.
+
+        Args:
+            d_in: Input features, at least 1.
+            d_out: Output features, at least 1.
+
+        Returns:
+            The chain. Sizes that do not split are padded; none is refused.
+        """
 
     @classmethod
     def default_candidates(cls) -> tuple[Structure, ...]:
-        """The options worth comparing where nobody asked for any: its defaults, if it has them."""
+        """The options worth comparing where none were asked for: the defaults, if all options have one."""
         return (cls(),) if all(f.default is not MISSING for f in fields(cls)) else ()  # type: ignore[arg-type]
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
-        """Members of many costs for a layer of this size; by default the default candidates."""
+        """Members of many costs for a layer of this size; by default the default candidates.
+
+        Args:
+            d_in: Input features.
+            d_out: Output features.
+
+        Yields:
+            Structures of this class.
+        """
         yield from cls.default_candidates()
 
     def __str__(self) -> str:
         """The text that `parse` reads back; options at their defaults are left out."""
-        shown = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in changed)
         return f"{self.name}({options})" if options else self.name
 
 
@@ -56,63 +80,99 @@ S = TypeVar("S", bound=Structure)
 
 @dataclass_transform(frozen_default=True)
 def structure(cls: type[S]) -> type[S]:
-    """Class decorator: make a frozen dataclass of a Structure and enter it into the registry."""
+    """Class decorator: turn a Structure into a frozen dataclass and enter it into the registry.
+
+    Args:
+        cls: A subclass of `Structure` with a `chain` method.
+
+    Returns:
+        The dataclass. Its `name` is the class name in snake case: `LowRank` becomes "low_rank".
+
+    Raises:
+        StructureError: If another class has that name.
+    """
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-    if (known := _REGISTRY.get(name)) and known.__qualname__ + known.__module__ != cls.__qualname__ + cls.__module__:
-        raise StructureError(f"a structure named {name!r} exists already: {known.__module__}.{known.__qualname__}")
+    if (other := _REGISTRY.get(name)) and other.__qualname__ + other.__module__ != cls.__qualname__ + cls.__module__:
+        raise StructureError(f"a structure named {name!r} exists already: {other.__module__}.{other.__qualname__}")
     cls.name = name
-    made = dataclass(frozen=True)(cls)
-    _REGISTRY[name] = made
-    return made
+    _REGISTRY[name] = registered = dataclass(frozen=True)(cls)
+    return registered
 
 
 def structures() -> dict[str, type[Structure]]:
-    """Every known structure by name."""
+    """Every registered structure class by name.
+
+    Returns:
+        A new dict; changing it does not change the registry.
+    """
     return dict(_REGISTRY)
 
 
 def parse(text: str) -> Structure:
-    """Read a structure from its text form.
+    """Read a structure from its text form, the inverse of `str(structure)`.
 
-    >>> parse("btt(rank=4)")
-    BTT(rank=4, cores=2)
+    The text is only parsed, never evaluated.
+
+    Args:
+        text: A name, or a name with options: "btt" or "btt(rank=4)".
+
+    Returns:
+        The structure.
+
+    Raises:
+        StructureError: If the text names no structure or option, or if an option has an impossible value.
+
+    Example:
+        >>> parse("btt(rank=4)")
+        BTT(rank=4, cores=2)
     """
     shown = text if isinstance(text, str) and len(text) < 80 else f"{str(text)[:77]}..."
-    wanted = f"{shown!r} is not a structure"
-    try:
-        node = ast.parse(str(text).strip(), mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError, ValueError):
-        raise StructureError(f"{wanted}: write name or name(option=value, ...), such as 'btt(rank=4)'") from None
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.args:
-        raise StructureError(f"{wanted}: write name or name(option=value, ...), such as 'btt(rank=4)'")
-    name = call.func.id
+    problem = f"{shown!r} is not a structure"
+    call = _parse_call(text)
+    if call is None:
+        raise StructureError(f"{problem}: write name or name(option=value, ...), such as 'btt(rank=4)'")
+    name, keywords = call
     if name not in _REGISTRY:
-        raise StructureError(f"{wanted}: there are {', '.join(_REGISTRY)}{_nearest(name, list(_REGISTRY))}")
+        hint = did_you_mean(name, _REGISTRY, listed=True)
+        raise StructureError(f"{problem}: there are {', '.join(_REGISTRY)}{hint}")
     cls = _REGISTRY[name]
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    options: dict[str, Any] = {}
-    for word in call.keywords:
-        if word.arg in options:
-            raise StructureError(f"{wanted}: {word.arg} is given twice")
-        if word.arg not in known:
-            has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise StructureError(f"{wanted}: {name} has no option {word.arg!r}; {has}{_nearest(word.arg, known)}")
-        try:
-            options[word.arg] = ast.literal_eval(word.value)
-        except (ValueError, RecursionError):
-            raise StructureError(f"{wanted}: the value of {word.arg} must be a plain number or tuple") from None
+    options = _parse_options(cls, keywords, problem)
     try:
         return cls(**options)
     except ButtressError:
         raise
     except TypeError as error:
-        raise StructureError(f"{wanted}: {error}") from None
+        raise StructureError(f"{problem}: {error}") from None
 
 
-def _nearest(name: str | None, known: list[str]) -> str:
-    near = difflib.get_close_matches((name or "").lower(), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _parse_call(text: str) -> tuple[str, list[ast.keyword]] | None:
+    """The name and the keyword options of a text, or None where it is not `name` or `name(option=value)`."""
+    try:
+        node = ast.parse(str(text).strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError, ValueError):
+        return None
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.args:
+        return None
+    return call.func.id, call.keywords
+
+
+def _parse_options(cls: type[Structure], keywords: list[ast.keyword], problem: str) -> dict[str, Any]:
+    """The values of a structure's options, as literals; `problem` begins the message of a refusal."""
+    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    options: dict[str, Any] = {}
+    for keyword in keywords:
+        if keyword.arg in options:
+            raise StructureError(f"{problem}: {keyword.arg} is given twice")
+        if keyword.arg is None or keyword.arg not in names:
+            exist = f"its options are {', '.join(names)}" if names else "it has no options"
+            hint = did_you_mean(keyword.arg or "", names, listed=True)
+            raise StructureError(f"{problem}: {cls.name} has no option {keyword.arg!r}; {exist}{hint}")
+        try:
+            options[keyword.arg] = ast.literal_eval(keyword.value)
+        except (ValueError, RecursionError):
+            raise StructureError(f"{problem}: the value of {keyword.arg} must be a plain number or tuple") from None
+    return options
 
 
 def positive(structure: Structure, **options: int | None) -> None:
@@ -125,29 +185,40 @@ def positive(structure: Structure, **options: int | None) -> None:
 def split(n: int, parts: int) -> tuple[int, ...]:
     """The most even factors of n, ascending; a size that splits worse than 2:1 is padded first.
 
-    Law: the product is n or the next larger number whose most even factors are within 2:1.
+    Law: the factors multiply to n or to the next larger number whose most even factors are within 2:1.
 
-    >>> split(768, 2), split(1024, 3), split(13, 2)
-    ((24, 32), (8, 8, 16), (3, 5))
+    Args:
+        n: The size to split, at least 1.
+        parts: The number of factors, at least 1.
+
+    Returns:
+        `parts` factors, ascending.
+
+    Raises:
+        StructureError: If `n` or `parts` is not an integer >= 1.
+
+    Example:
+        >>> split(768, 2), split(1024, 3), split(13, 2)
+        ((24, 32), (8, 8, 16), (3, 5))
     """
     if not isinstance(n, int) or n < 1:
         raise StructureError(f"a layer needs at least 1 input and 1 output, got a size of {n!r}")
     if not isinstance(parts, int) or parts < 1:
         raise StructureError(f"a size is split into 1 or more parts, got {parts!r}")
     while True:
-        even = most_even(n, parts)
-        if even[-1] <= MOST_UNEVEN * even[0]:
-            return even
+        factors = most_even(n, parts)
+        if factors[-1] <= MOST_UNEVEN * factors[0]:
+            return factors
         n += 1
 
 
 @cache
 def most_even(n: int, parts: int) -> tuple[int, ...]:
-    """The factorisation of n into `parts` factors whose largest and smallest are closest in ratio, ascending."""
-    return min(_factorisations(n, parts, 1), key=lambda found: found[-1] / found[0])
+    """The factorization of n into `parts` factors whose largest and smallest are closest in ratio, ascending."""
+    return min(_factorizations(n, parts, 1), key=lambda factors: factors[-1] / factors[0])
 
 
-def _factorisations(n: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(n: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
     """Every way to write n as a product of `parts` ascending factors, none below `least`."""
     if parts == 1:
         yield (n,)
@@ -155,7 +226,7 @@ def _factorisations(n: int, parts: int, least: int) -> Iterator[tuple[int, ...]]
     first = least
     while first**parts <= n:
         if n % first == 0:
-            for rest in _factorisations(n // first, parts - 1, first):
+            for rest in _factorizations(n // first, parts - 1, first):
                 yield (first, *rest)
         first += 1
 
@@ -180,23 +251,27 @@ def bonds(structure: Structure, rank: int | tuple[int, ...], cores: int) -> tupl
 class Train:
     """Axes and sizes that Tensor-Train and its block form have in common.
 
-    Core t of c takes input axis j_t and the rank to its right, and makes output axis i_t and the
+    Core t of c contracts input axis j_t and the rank to its right, and creates output axis i_t and the
     rank to its left; the last core acts first. Two cores use the letters of the paper: y = (a, b),
     x = (c, d), rank s.
+
+    Args:
+        names: Names of the cores in order of application.
+        inputs: Input axes j_1 .. j_c, slow to fast.
+        outputs: Output axes i_1 .. i_c.
+        ranks: Rank axes; ranks[t] joins core t + 1 to core t + 2.
+        sizes: Length of each axis.
     """
 
     names: Axes
-    """Names of the cores in order of application."""
     inputs: Axes
-    """Input axes j_1 .. j_c, slow to fast."""
     outputs: Axes
-    """Output axes i_1 .. i_c."""
     ranks: Axes
-    """Rank axes; ranks[t] joins core t + 1 to core t + 2."""
     sizes: dict[str, int]
 
     @classmethod
     def of(cls, d_in: int, d_out: int, ranks: tuple[int, ...]) -> Train:
+        """The axes for a layer of these sizes, with one rank for each pair of neighbouring cores."""
         cores = len(ranks) + 1
         if cores == 2:
             letters: tuple[Axes, Axes, Axes, Axes] = ("R", "L"), ("c", "d"), ("a", "b"), ("s",)
@@ -220,9 +295,10 @@ class Train:
         before = self.inputs[: t - 1] if blocks else ()
         after = self.outputs[t:] if blocks else ()
         left, right = self.ranks[t - 2 : t - 1] if t > 1 else (), self.ranks[t - 1 : t]
-        made = (self.outputs[t - 1], *left)
-        return " ".join((*before, *after, *made, self.inputs[t - 1], *right))
+        created = (self.outputs[t - 1], *left)
+        return " ".join((*before, *after, *created, self.inputs[t - 1], *right))
 
     def factors(self, *, blocks: bool) -> dict[str, str]:
+        """Axes of every core by name, in order of application."""
         cores = len(self.names)
         return {name: self.core(cores - k, blocks=blocks) for k, name in enumerate(self.names)}

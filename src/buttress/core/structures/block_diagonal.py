@@ -8,7 +8,15 @@ from buttress.core.structures.base import Structure, positive, structure
 
 @structure
 class BlockDiagonal(Structure):
-    """`blocks` dense blocks that do not talk to each other (no more than the smaller side has entries)."""
+    """Independent dense blocks along the diagonal.
+
+    Args:
+        blocks: Number of blocks; no more than the smaller side has entries.
+
+    Example:
+        >>> BlockDiagonal(blocks=4).chain(64, 64).params
+        1024
+    """
 
     blocks: int = 4
 
@@ -25,8 +33,8 @@ class BlockDiagonal(Structure):
         return Chain.of(
             d_in,
             d_out,
-            # Padding sits at the end of the slow axis. Where there is any, the block axis is the
-            # fast one, so that it costs each block one place rather than the last block all.
+            # Padding is at the end of the slow axis. Where there is any, the block axis is the fast one,
+            # so that it costs each block one position rather than the last block all of its positions.
             x="g d" if d_in % g == 0 else "d g",
             factors={"W": "g e d"},
             y="g e" if d_out % g == 0 else "e g",

@@ -8,11 +8,19 @@ from buttress.core.structures.base import Structure, Train, bonds, structure
 
 @structure
 class BTT(Structure):
-    """Block Tensor-Train with bonds of size `rank` (one number, or one for each bond): parameters equal MACs.
+    """Block Tensor-Train, whose parameters equal its MACs per token.
 
-    Rank 1 is Monarch with sqrt(d) blocks; two cores of rank sqrt(d) hold any matrix. The output is
+    Rank 1 is Monarch with sqrt(d) blocks; two cores of rank sqrt(d) represent any matrix. The output is
     ordered as the last core leaves it, (b, a), the paper's up to a fixed permutation. Not TedNet's
     block-term Tucker, not tensorly-torch's BlockTT.
+
+    Args:
+        rank: Size of the bonds between neighbouring cores: one number, or one for each bond.
+        cores: Number of cores, at least 2.
+
+    Example:
+        >>> BTT(rank=4).chain(1024, 4096).params
+        786432
     """
 
     rank: int | tuple[int, ...] = 1

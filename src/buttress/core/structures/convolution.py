@@ -6,10 +6,16 @@ from buttress.core.structures.base import Structure, positive, structure
 
 @structure
 class Convolution(Structure):
-    """y[i] = sum_w K[w] x[i + w - kernel_size // 2], circular; a Toeplitz matrix.
+    """Circular convolution, y[i] = sum_w K[w] x[i + w - kernel_size // 2]: a Toeplitz matrix.
 
-    The ring is the smaller side; the larger side is so many channels of it. A kernel longer than
-    the ring is cut to the ring.
+    The ring has the length of the smaller side; the larger side is several channels of it.
+
+    Args:
+        kernel_size: Length of the kernel; one longer than the ring is cut to the ring.
+
+    Example:
+        >>> Convolution(kernel_size=3).chain(64, 64).params
+        3
     """
 
     kernel_size: int = 3
@@ -22,7 +28,7 @@ class Convolution(Structure):
         return Chain.of(
             d_in,
             d_out,
-            # Channels are the slow axis, so that padding leaves each place of the ring its first channel.
+            # Channels are the slow axis, so that padding leaves each position of the ring its first channel.
             x="c n",
             factors={"K": "e c w"},
             y="e n",

@@ -6,7 +6,13 @@ from buttress.core.structures.base import Structure, split, structure
 
 @structure
 class Kronecker(Structure):
-    """kron(L, R) exactly; both factors are shared along the other's axis."""
+    """The Kronecker product kron(L, R); both factors are shared along the other's axis.
+
+    Example:
+        >>> chain = Kronecker().chain(64, 64)
+        >>> chain.params, chain.macs
+        (128, 1024)
+    """
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         (d, c), (b, a) = split(d_in, 2), split(d_out, 2)

@@ -1,4 +1,4 @@
-"""W = U V with a narrow waist."""
+"""W = U V with few columns in U."""
 
 from collections.abc import Iterator
 from math import ceil, isqrt, sqrt
@@ -10,7 +10,16 @@ from buttress.errors import StructureError
 
 @structure
 class LowRank(Structure):
-    """U V of rank `rank`, or `fraction` of the smaller side; the paper's sqrt of it when neither is given."""
+    """The matrix product U V of rank `rank`; without options, the square root of the smaller side, as in the paper.
+
+    Args:
+        rank: The rank.
+        fraction: The rank as a fraction of the smaller side, in (0, 1]; not together with `rank`.
+
+    Example:
+        >>> LowRank(rank=8).chain(64, 64).params
+        1024
+    """
 
     rank: int | None = None
     fraction: float | None = None
@@ -23,14 +32,14 @@ class LowRank(Structure):
         if self.rank is not None:
             positive(self, rank=self.rank)
         if self.fraction is not None and not (isinstance(self.fraction, float | int) and 0 < self.fraction <= 1):
-            raise StructureError(f"LowRank: fraction must lie in (0, 1], got {self.fraction!r}")
+            raise StructureError(f"LowRank: fraction must be in (0, 1], got {self.fraction!r}")
         if self.fraction is not None:
             object.__setattr__(self, "fraction", float(self.fraction))  # numpy's floats have another text
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
         most = min(d_in, d_out)
-        # Some three dozen ranks, closer together where they are small.
+        # About three dozen ranks, closer together where they are small.
         yield from (cls(rank=rank) for rank in sorted({max(1, round(most * (i / 36) ** 1.5)) for i in range(1, 37)}))
 
     def chain(self, d_in: int, d_out: int) -> Chain:

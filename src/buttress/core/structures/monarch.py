@@ -8,10 +8,17 @@ from buttress.core.structures.base import Structure, positive, structure
 
 @structure
 class Monarch(Structure):
-    """P L P^T R with `blocks` blocks in each of L and R (no more than the smaller side has entries).
+    """Two block-diagonal factors with a fixed shuffle between them: P L P^T R.
 
     The middle is as narrow as the narrower side, as in the authors' code. Not the distributed actor
     framework of the same name.
+
+    Args:
+        blocks: Number of blocks in each of L and R; no more than the smaller side has entries.
+
+    Example:
+        >>> Monarch(blocks=4).chain(64, 64).params
+        2048
     """
 
     blocks: int = 4
@@ -39,7 +46,7 @@ class Monarch(Structure):
             # Each block of R feeds t numbers to each block of L.
             sizes = {"g": g, "h": g, "t": q // g, "d": d, "e": e}
             return Chain.of(d_in, d_out, x=x, factors={"R": "g t h d", "L": "h e g t"}, y=y, sizes=sizes)
-        # Otherwise the middle is dealt out to the blocks of L like cards, which no axis expresses.
+        # Otherwise entry j of the middle goes to block j mod g of L, which no axis expresses.
         return Chain.of(
             d_in,
             d_out,

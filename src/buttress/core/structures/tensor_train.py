@@ -8,10 +8,18 @@ from buttress.core.structures.base import Structure, Train, bonds, structure
 
 @structure
 class TensorTrain(Structure):
-    """`cores` small cores joined by bonds of size `rank` (one number, or one for each bond).
+    """Tensor-Train in the TT-matrix format, which tensorly-torch calls BlockTT.
 
-    Every core is shared along the axes of the others. The TT-matrix format: what tensorly-torch
-    calls BlockTT.
+    Every core is shared along the axes of the others.
+
+    Args:
+        rank: Size of the bonds between neighbouring cores: one number, or one for each bond.
+        cores: Number of cores, at least 2.
+
+    Example:
+        >>> chain = TensorTrain(rank=4).chain(64, 64)
+        >>> chain.params, chain.macs
+        (512, 4096)
     """
 
     rank: int | tuple[int, ...] = 1

@@ -1,346 +1,387 @@
-"""The fused kernels (hops.py says what they are given). Imported only when asked for.
+"""The fused kernels, for chains as `ops/strides.py` describes them. Imported only when a kernel runs.
 
-`_map` takes one block's slice of a weight, keeps it on the chip and carries tile after tile of tokens through it;
-`backward` is its backward pass, the gradient of what the block read and of the weight in one go. Programs are
-(block, part of the block, lane of tokens), blocks fastest, and lanes are dealt tiles in turn, so that at any time
-the card works on tokens that lie close together.
+`_apply_factor` loads one block's slice of a weight, keeps it on the chip and multiplies tile after tile of tokens by
+it; `backward` is its backward pass, the gradients of the block's source and of its weight together. Programs are
+(block, part of the block, lane of tokens), blocks fastest. Lanes take tiles in turn, so that at any time the GPU works
+on neighbouring tokens.
 
-Between two hops lies z, rank times as large as x, and moving it is what costs. `forward_pair` runs both hops in one
-launch, some programs each: the consumers follow the producers at a distance of a few tiles, a counter for each
-group of tiles tells them when, and much of what passes between them is still in the L2 cache. Where nobody needs z
-afterwards it lives in a ring of a few groups and takes no memory. All programs have to be on the card at
-once for that: a cooperative launch, of no more programs than fit.
+The intermediate z between two factors is rank times as large as x, and moving it is the main cost. `forward_pair` runs
+both factors in one launch, some programs each. The consumers follow the producers at a distance of a few tiles, with a
+counter for each group of tiles, and much of what passes between them is still in the L2 cache. Where z is not needed
+afterwards it is stored in a ring of a few groups and takes no further memory. All programs have to be resident at once
+for that: a cooperative launch, of no more programs than fit.
+
+Names: `p_` a pointer, `i_` an index, `o_` a vector of offsets, `m_` a mask, `b_` a tile of values on the chip, `n_` a
+count. `src` is what a factor reads, `dst` what it writes, `w` its weight, `s` its scale. Compile-time constants are
+upper case. In shapes, K and J are the inputs and outputs of a slice, BK and BJ the parts of them that a program handles
+at a time, and T the tokens of a tile. "Tokens fast" means an intermediate, (tile, row, token); otherwise a tensor is
+(token, column). Strides are (inner_size, outer_stride, inner_stride, alignment), and `p_table` holds for each block
+(source offset / alignment, target offset / alignment, slice of the weight).
 """
 
-# Which branches are taken is settled when a kernel is compiled, statement by statement.
+# Which branches are taken is decided when a kernel is compiled, statement by statement.
 # ruff: noqa: SIM102, SIM108, SIM113
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-ALONE, PRODUCES, CONSUMES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ALONE, PRODUCER, CONSUMER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _place(i, AT: tl.constexpr):
-    """hops.Places: AT is (split, outer, inner, align)."""
-    if AT[1] == 0:
-        return i * AT[2]
+def _strided(o_i, STRIDES: tl.constexpr):
+    """The map of `strides.Strides`."""
+    if STRIDES[1] == 0:
+        return o_i * STRIDES[2]
     else:
-        return i // AT[0] * AT[1] + i % AT[0] * AT[2]
+        return o_i // STRIDES[0] * STRIDES[1] + o_i % STRIDES[0] * STRIDES[2]
 
 
 @triton.jit
-def _base(table, AT: tl.constexpr):
-    """Where a block begins. That it is a multiple of `align` is what lets loads and stores be wide."""
-    return tl.load(table) * AT[3]
+def _block_offset(p_entry, STRIDES: tl.constexpr):
+    """Where a block begins. The known alignment allows wide loads and stores."""
+    return tl.load(p_entry) * STRIDES[3]
 
 
 @triton.jit
-def _wait(flag, count):
-    """Until `count` programs have raised the flag; what they stored before is visible afterwards."""
-    while tl.load(flag, volatile=True) < count:
+def _wait(p_counter, n_programs):
+    """Wait until `n_programs` have incremented the counter; what they stored before is visible afterwards."""
+    while tl.load(p_counter, volatile=True) < n_programs:
         pass
-    while tl.atomic_add(flag, 0, sem="acquire") < count:
+    while tl.atomic_add(p_counter, 0, sem="acquire") < n_programs:
         pass
     tl.debug_barrier()
 
 
 @triton.jit
-def _raise(flag):
+def _signal(p_counter):
     tl.debug_barrier()
-    tl.atomic_add(flag, 1, sem="release")
+    tl.atomic_add(p_counter, 1, sem="release")
 
 
 @triton.jit
-def _enter(flags, groups, group, count, ring, LINK: tl.constexpr, RING: tl.constexpr):
-    """Before a group of tiles: wait for the other side. `flags` are this lane's: ready ones, then freed ones."""
-    if LINK == CONSUMES:
-        _wait(flags + group, count)
-    if LINK == PRODUCES and RING:
-        if group >= ring:
-            _wait(flags + groups + group - ring, count)
-
-
-@triton.jit
-def _leave(flags, groups, group, LINK: tl.constexpr, RING: tl.constexpr):
-    if LINK == PRODUCES:
-        _raise(flags + group)
-    if LINK == CONSUMES and RING:
-        _raise(flags + groups + group)
-
-
-@triton.jit
-def _read(p, tile, slot, t, place, inside, tokens, width, T: tl.constexpr, FAST: tl.constexpr):
-    """(places, tokens) of one tile: rows of z, or columns of x, which come with tokens first."""
-    if FAST:
-        base = p + tl.full((), slot, tl.int64) * width * T
-        return tl.load(base + place[:, None] * T + t[None, :], inside[:, None], 0.0)
-    else:
-        n = tile * T + t
-        base = p + n[:, None].to(tl.int64) * width
-        return tl.trans(tl.load(base + place[None, :], (n[:, None] < tokens) & inside[None, :], 0.0))
-
-
-@triton.jit
-def _write(p, values, tile, slot, t, place, inside, tokens, width, T: tl.constexpr, FAST: tl.constexpr):
-    """The inverse of `_read`; `values` are (places, tokens) for z and (tokens, places) otherwise."""
-    values = values.to(p.dtype.element_ty)
-    if FAST:
-        base = p + tl.full((), slot, tl.int64) * width * T
-        tl.store(base + place[:, None] * T + t[None, :], values, inside[:, None])
-    else:
-        n = tile * T + t
-        base = p + n[:, None].to(tl.int64) * width
-        tl.store(base + place[None, :], values, (n[:, None] < tokens) & inside[None, :])
-
-
-@triton.jit
-def _at(w, j, k, J, K, FLIPPED: tl.constexpr):
-    if FLIPPED:
-        return w + k[None, :] * J + j[:, None]
-    else:
-        return w + j[:, None] * K + k[None, :]
-
-
-@triton.jit
-def _multiply(w, s, acc, FAST: tl.constexpr, P: tl.constexpr):
-    """W s as (out, tokens), or its transpose where the result is wanted tokens first."""
-    if FAST:
-        return tl.dot(w, s, acc, input_precision=P)
-    else:
-        return tl.dot(tl.trans(s), tl.trans(w), acc, input_precision=P)
-
-
-@triton.jit
-def _map(
-    source, w, scale, bias, target, table, flags, block, part, lane,
-    tokens, tiles, lanes, group, groups, count, ring, slots, source_width, target_width,
-    K: tl.constexpr, J: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
-    T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, ONCE: tl.constexpr, FLIPPED: tl.constexpr,
-    SOURCE_FAST: tl.constexpr, TARGET_FAST: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, LINK: tl.constexpr, RING: tl.constexpr, P: tl.constexpr,
+def _begin_group(
+    p_counters, n_groups, i_group, n_programs, n_ring_groups, ROLE: tl.constexpr, RING: tl.constexpr
 ):  # fmt: skip
-    """target[j] = scale * sum_k w[j, k] source[k] + bias[j] for the tiles of one lane; FLIPPED reads w[k, j]."""
-    t = tl.arange(0, T)
-    j = part * BJ + tl.arange(0, BJ)
-    to = _base(table + block * 3 + 1, TO) + _place(j, TO)
-    to_inside = (j < J) & (to < target_width)
-    come = _base(table + block * 3, FROM)
-    slice_w = w + tl.load(table + block * 3 + 2).to(tl.int64) * J * K
-    gain = tl.load(scale).to(tl.float32) if SCALED else 1.0
-    k = tl.arange(0, BK)
-    place = come + _place(k, FROM)
-    inside = (k < K) & (place < source_width)
-    if ONCE:
-        ws = tl.load(_at(slice_w, j, k, J, K, FLIPPED), (j[:, None] < J) & (k[None, :] < K), 0.0)
+    """Before a group of tiles: wait for the other side. `p_counters` are the lane's: filled groups, then freed ones."""
+    if ROLE == CONSUMER:
+        _wait(p_counters + i_group, n_programs)
+    if ROLE == PRODUCER and RING:
+        if i_group >= n_ring_groups:
+            _wait(p_counters + n_groups + i_group - n_ring_groups, n_programs)
+
+
+@triton.jit
+def _end_group(p_counters, n_groups, i_group, ROLE: tl.constexpr, RING: tl.constexpr):
+    """After a group of tiles: tell the other side."""
+    if ROLE == PRODUCER:
+        _signal(p_counters + i_group)
+    if ROLE == CONSUMER and RING:
+        _signal(p_counters + n_groups + i_group)
+
+
+@triton.jit
+def _load_tile(p, i_tile, i_slot, o_t, o_row, m_row, n_tokens, width, T: tl.constexpr, TOKENS_FAST: tl.constexpr):
+    """One tile as [rows, T]: rows of an intermediate, or columns of a (token, column) tensor, transposed."""
+    if TOKENS_FAST:
+        p_tile = p + tl.full((), i_slot, tl.int64) * width * T
+        return tl.load(p_tile + o_row[:, None] * T + o_t[None, :], m_row[:, None], 0.0)  # [rows, T]
+    else:
+        o_n = i_tile * T + o_t  # [T]
+        p_tokens = p + o_n[:, None].to(tl.int64) * width  # [T, 1]
+        return tl.trans(tl.load(p_tokens + o_row[None, :], (o_n[:, None] < n_tokens) & m_row[None, :], 0.0))
+
+
+@triton.jit
+def _store_tile(
+    p, b_values, i_tile, i_slot, o_t, o_row, m_row, n_tokens, width, T: tl.constexpr, TOKENS_FAST: tl.constexpr
+):  # fmt: skip
+    """The inverse of `_load_tile`; `b_values` are [rows, T] for an intermediate and [T, rows] otherwise."""
+    b_values = b_values.to(p.dtype.element_ty)
+    if TOKENS_FAST:
+        p_tile = p + tl.full((), i_slot, tl.int64) * width * T
+        tl.store(p_tile + o_row[:, None] * T + o_t[None, :], b_values, m_row[:, None])
+    else:
+        o_n = i_tile * T + o_t  # [T]
+        p_tokens = p + o_n[:, None].to(tl.int64) * width  # [T, 1]
+        tl.store(p_tokens + o_row[None, :], b_values, (o_n[:, None] < n_tokens) & m_row[None, :])
+
+
+@triton.jit
+def _weight_pointers(p_w, o_j, o_k, J, K, TRANSPOSED: tl.constexpr):
+    """Pointers to w[j, k], or to w[k, j], as [BJ, BK]."""
+    if TRANSPOSED:
+        return p_w + o_k[None, :] * J + o_j[:, None]
+    else:
+        return p_w + o_j[:, None] * K + o_k[None, :]
+
+
+@triton.jit
+def _multiply(b_w, b_src, b_acc, DST_TOKENS_FAST: tl.constexpr, PRECISION: tl.constexpr):
+    """Add w [BJ, BK] times src [BK, T] to an accumulator [BJ, T], or its transpose to one of [T, BJ]."""
+    if DST_TOKENS_FAST:
+        return tl.dot(b_w, b_src, b_acc, input_precision=PRECISION)  # [BJ, T]
+    else:
+        return tl.dot(tl.trans(b_src), tl.trans(b_w), b_acc, input_precision=PRECISION)  # [T, BJ]
+
+
+@triton.jit
+def _apply_factor(
+    p_src, p_w, p_s, p_bias, p_dst, p_table, p_counters, i_block, i_part, i_lane,
+    n_tokens, n_tiles, n_lanes, group_tiles, n_groups, n_programs, n_ring_groups, n_slots, src_width, dst_width,
+    K: tl.constexpr, J: tl.constexpr, SRC_STRIDES: tl.constexpr, DST_STRIDES: tl.constexpr,
+    T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, W_ON_CHIP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SRC_TOKENS_FAST: tl.constexpr, DST_TOKENS_FAST: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, ROLE: tl.constexpr, RING: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dst[j] = scale * sum_k w[j, k] src[k] + bias[j] for the tiles of one lane; TRANSPOSED reads w[k, j]."""
+    o_t = tl.arange(0, T)  # [T]
+    o_j = i_part * BJ + tl.arange(0, BJ)  # [BJ]
+    o_dst = _block_offset(p_table + i_block * 3 + 1, DST_STRIDES) + _strided(o_j, DST_STRIDES)  # [BJ]
+    m_dst = (o_j < J) & (o_dst < dst_width)  # [BJ]
+    src_offset = _block_offset(p_table + i_block * 3, SRC_STRIDES)
+    p_slice = p_w + tl.load(p_table + i_block * 3 + 2).to(tl.int64) * J * K
+    scale = tl.load(p_s).to(tl.float32) if SCALED else 1.0
+    o_k = tl.arange(0, BK)  # [BK]
+    o_src = src_offset + _strided(o_k, SRC_STRIDES)  # [BK]
+    m_src = (o_k < K) & (o_src < src_width)  # [BK]
+    if W_ON_CHIP:
+        b_w = tl.load(
+            _weight_pointers(p_slice, o_j, o_k, J, K, TRANSPOSED), (o_j[:, None] < J) & (o_k[None, :] < K), 0.0
+        )  # [BJ, BK]  # fmt: skip
     if BIASED:
-        shift = tl.load(bias + to, to_inside, 0.0).to(tl.float32)
-    mine = tl.cdiv(tiles - lane, lanes)
-    number = 0
-    for start in range(0, mine, group):
-        _enter(flags, groups, number, count, ring, LINK, RING)
-        for i in range(start, tl.minimum(start + group, mine)):
-            tile = i * lanes + lane
-            slot = lane * slots + i % slots if RING else tile
-            if TARGET_FAST:
-                acc = tl.zeros((BJ, T), tl.float32)
+        b_bias = tl.load(p_bias + o_dst, m_dst, 0.0).to(tl.float32)  # [BJ]
+    n_lane_tiles = tl.cdiv(n_tiles - i_lane, n_lanes)
+    i_group = 0
+    for i_first in range(0, n_lane_tiles, group_tiles):
+        _begin_group(p_counters, n_groups, i_group, n_programs, n_ring_groups, ROLE, RING)
+        for i in range(i_first, tl.minimum(i_first + group_tiles, n_lane_tiles)):
+            i_tile = i * n_lanes + i_lane
+            i_slot = i_lane * n_slots + i % n_slots if RING else i_tile
+            if DST_TOKENS_FAST:
+                b_acc = tl.zeros((BJ, T), tl.float32)  # [BJ, T]
             else:
-                acc = tl.zeros((T, BJ), tl.float32)
-            if ONCE:
-                s = _read(source, tile, slot, t, place, inside, tokens, source_width, T, SOURCE_FAST)
-                acc = _multiply(ws, s, acc, TARGET_FAST, P)
+                b_acc = tl.zeros((T, BJ), tl.float32)  # [T, BJ]
+            if W_ON_CHIP:
+                b_src = _load_tile(
+                    p_src, i_tile, i_slot, o_t, o_src, m_src, n_tokens, src_width, T, SRC_TOKENS_FAST
+                )  # [BK, T]  # fmt: skip
+                b_acc = _multiply(b_w, b_src, b_acc, DST_TOKENS_FAST, PRECISION)
             else:
-                for begin in range(0, K, BK):
-                    ks = begin + k
-                    at = come + _place(ks, FROM)
-                    there = (ks < K) & (at < source_width)
-                    s = _read(source, tile, slot, t, at, there, tokens, source_width, T, SOURCE_FAST)
-                    wp = tl.load(
-                        _at(slice_w, j, ks, J, K, FLIPPED), (j[:, None] < J) & (ks[None, :] < K), 0.0
-                    )  # fmt: skip
-                    acc = _multiply(wp, s, acc, TARGET_FAST, P)
+                for k_first in range(0, K, BK):
+                    o_kk = k_first + o_k  # [BK]
+                    o_part = src_offset + _strided(o_kk, SRC_STRIDES)  # [BK]
+                    m_part = (o_kk < K) & (o_part < src_width)  # [BK]
+                    b_src = _load_tile(
+                        p_src, i_tile, i_slot, o_t, o_part, m_part, n_tokens, src_width, T, SRC_TOKENS_FAST
+                    )  # [BK, T]  # fmt: skip
+                    b_wk = tl.load(
+                        _weight_pointers(p_slice, o_j, o_kk, J, K, TRANSPOSED),
+                        (o_j[:, None] < J) & (o_kk[None, :] < K),
+                        0.0,
+                    )  # [BJ, BK]
+                    b_acc = _multiply(b_wk, b_src, b_acc, DST_TOKENS_FAST, PRECISION)
             if SCALED:
-                acc *= gain
+                b_acc *= scale
             if BIASED:
-                acc += shift[:, None] if TARGET_FAST else shift[None, :]
-            _write(target, acc, tile, slot, t, to, to_inside, tokens, target_width, T, TARGET_FAST)
-        _leave(flags, groups, number, LINK, RING)
-        number += 1
+                b_acc += b_bias[:, None] if DST_TOKENS_FAST else b_bias[None, :]
+            _store_tile(p_dst, b_acc, i_tile, i_slot, o_t, o_dst, m_dst, n_tokens, dst_width, T, DST_TOKENS_FAST)
+        _end_group(p_counters, n_groups, i_group, ROLE, RING)
+        i_group += 1
 
 
-COUNTS = ["tokens", "tiles", "lanes", "group", "groups", "ring", "slots"]
-"""Arguments that vary from call to call; a kernel must not be compiled anew for them."""
+COUNTS = ["n_tokens", "n_tiles", "n_lanes", "group_tiles", "n_groups", "n_ring_groups", "n_slots"]
+"""Arguments that vary from call to call; a kernel must not be compiled again for them."""
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward(
-    source, w, scale, bias, target, table,
-    tokens, tiles, lanes, source_width, target_width, blocks, K: tl.constexpr, J: tl.constexpr,
-    FROM: tl.constexpr, TO: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, ONCE: tl.constexpr,
-    FLIPPED: tl.constexpr, SOURCE_FAST: tl.constexpr, TARGET_FAST: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, P: tl.constexpr,
+    p_src, p_w, p_s, p_bias, p_dst, p_table,
+    n_tokens, n_tiles, n_lanes, src_width, dst_width, n_blocks, K: tl.constexpr, J: tl.constexpr,
+    SRC_STRIDES: tl.constexpr, DST_STRIDES: tl.constexpr,
+    T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, W_ON_CHIP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SRC_TOKENS_FAST: tl.constexpr, DST_TOKENS_FAST: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One hop by itself. Programs are (block, part of its outputs, lane of tokens), blocks fastest."""
-    pid = tl.program_id(0)
-    parts = tl.cdiv(J, BJ)
-    _map(
-        source, w, scale, bias, target, table, table, pid % blocks, pid // blocks % parts, pid // (blocks * parts),
-        tokens, tiles, lanes, tiles, 1, 0, 0, 1, source_width, target_width, K, J,
-        FROM, TO, T, BK, BJ, ONCE, FLIPPED, SOURCE_FAST, TARGET_FAST, SCALED, BIASED, ALONE, False, P,
+    """One factor in a launch of its own. Programs are (block, part of its outputs, lane of tokens), blocks fastest."""
+    i_program = tl.program_id(0)
+    n_parts = tl.cdiv(J, BJ)
+    _apply_factor(
+        p_src, p_w, p_s, p_bias, p_dst, p_table, p_table,
+        i_program % n_blocks, i_program // n_blocks % n_parts, i_program // (n_blocks * n_parts),
+        n_tokens, n_tiles, n_lanes, n_tiles, 1, 0, 0, 1, src_width, dst_width, K, J,
+        SRC_STRIDES, DST_STRIDES, T, BK, BJ, W_ON_CHIP, TRANSPOSED, SRC_TOKENS_FAST, DST_TOKENS_FAST,
+        SCALED, BIASED, ALONE, False, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_pair(
-    x, w1, scale1, table1, z, w2, scale2, bias, table2, y, flags,
-    tokens, tiles, lanes, group, groups, ring, slots, d_in, rows, d_out, blocks1, blocks2,
+    p_x, p_w1, p_s1, p_table1, p_z, p_w2, p_s2, p_bias, p_table2, p_y, p_counters,
+    n_tokens, n_tiles, n_lanes, group_tiles, n_groups, n_ring_groups, n_slots,
+    d_in, n_rows, d_out, n_blocks1, n_blocks2,
     K1: tl.constexpr, J1: tl.constexpr, K2: tl.constexpr, J2: tl.constexpr,
-    FROM1: tl.constexpr, TO1: tl.constexpr, FROM2: tl.constexpr, TO2: tl.constexpr,
+    SRC_STRIDES1: tl.constexpr, DST_STRIDES1: tl.constexpr, SRC_STRIDES2: tl.constexpr, DST_STRIDES2: tl.constexpr,
     T: tl.constexpr, BK1: tl.constexpr, BJ1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, RING: tl.constexpr, P: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, RING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both hops of a pair, z between them."""
-    pid = tl.program_id(0)
-    first, second = blocks1 * tl.cdiv(J1, BJ1), blocks2 * tl.cdiv(J2, BJ2)
-    if pid < first * lanes:
-        lane = pid // first
-        _map(
-            x, w1, scale1, x, z, table1, flags + lane * groups * 2, pid % blocks1, pid % first // blocks1, lane,
-            tokens, tiles, lanes, group, groups, second, ring, slots, d_in, rows, K1, J1,
-            FROM1, TO1, T, BK1, BJ1, True, False, False, True, SCALED, False, PRODUCES, RING, P,
+    """Both factors of a pair, z between them. The first programs are the producers, the others the consumers."""
+    i_program = tl.program_id(0)
+    n_first, n_second = n_blocks1 * tl.cdiv(J1, BJ1), n_blocks2 * tl.cdiv(J2, BJ2)
+    if i_program < n_first * n_lanes:
+        i_lane = i_program // n_first
+        _apply_factor(
+            p_x, p_w1, p_s1, p_x, p_z, p_table1, p_counters + i_lane * n_groups * 2,
+            i_program % n_blocks1, i_program % n_first // n_blocks1, i_lane,
+            n_tokens, n_tiles, n_lanes, group_tiles, n_groups, n_second, n_ring_groups, n_slots, d_in, n_rows, K1, J1,
+            SRC_STRIDES1, DST_STRIDES1, T, BK1, BJ1, True, False, False, True,
+            SCALED, False, PRODUCER, RING, PRECISION,
         )  # fmt: skip
     else:
-        pid -= first * lanes
-        lane = pid // second
-        _map(
-            z, w2, scale2, bias, y, table2, flags + lane * groups * 2, pid % blocks2, pid % second // blocks2, lane,
-            tokens, tiles, lanes, group, groups, first, ring, slots, rows, d_out, K2, J2,
-            FROM2, TO2, T, BK2, BJ2, True, False, True, False, SCALED, BIASED, CONSUMES, RING, P,
+        i_program -= n_first * n_lanes
+        i_lane = i_program // n_second
+        _apply_factor(
+            p_z, p_w2, p_s2, p_bias, p_y, p_table2, p_counters + i_lane * n_groups * 2,
+            i_program % n_blocks2, i_program % n_second // n_blocks2, i_lane,
+            n_tokens, n_tiles, n_lanes, group_tiles, n_groups, n_first, n_ring_groups, n_slots, n_rows, d_out, K2, J2,
+            SRC_STRIDES2, DST_STRIDES2, T, BK2, BJ2, True, False, True, False,
+            SCALED, BIASED, CONSUMER, RING, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def backward(
-    grad, source, w, scale, out, dw, db, table,
-    tokens, tiles, lanes, source_width, target_width, blocks, K: tl.constexpr, J: tl.constexpr,
-    FROM: tl.constexpr, TO: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
-    SOURCE_FAST: tl.constexpr, TARGET_FAST: tl.constexpr, BACK: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, P: tl.constexpr,
+    p_ddst, p_src, p_w, p_s, p_dsrc, p_dw, p_dbias, p_table,
+    n_tokens, n_tiles, n_lanes, src_width, dst_width, n_blocks, K: tl.constexpr, J: tl.constexpr,
+    SRC_STRIDES: tl.constexpr, DST_STRIDES: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
+    SRC_TOKENS_FAST: tl.constexpr, DST_TOKENS_FAST: tl.constexpr, WITH_DSRC: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One hop: out[k] = scale * sum_j w[j, k] grad[j], and over a lane's tokens dw[j, k] = sum grad[j] source[k] and
-    db[j] = sum grad[j]. Without BACK only the sums, of a part of j as well as of k."""
-    pid = tl.program_id(0)
-    block, rest = pid % blocks, pid // blocks
-    parts_k = tl.cdiv(K, BK)
-    parts_j = 1 if BACK else tl.cdiv(J, BJ)
-    part_k, part_j, lane = rest % parts_k, rest // parts_k % parts_j, rest // (parts_k * parts_j)
-    t = tl.arange(0, T)
-    j = part_j * BJ + tl.arange(0, BJ)
-    k = part_k * BK + tl.arange(0, BK)
-    to = _base(table + block * 3 + 1, TO) + _place(j, TO)
-    to_inside = (j < J) & (to < target_width)
-    place = _base(table + block * 3, FROM) + _place(k, FROM)
-    inside = (k < K) & (place < source_width)
-    corner = (j[:, None] < J) & (k[None, :] < K)
-    if BACK:
-        slice_w = w + tl.load(table + block * 3 + 2).to(tl.int64) * J * K
-        ws = tl.load(slice_w + j[:, None] * K + k[None, :], corner, 0.0)
-    gain = tl.load(scale).to(tl.float32) if SCALED else 1.0
-    acc = tl.zeros((BJ, BK), tl.float32)
-    total = tl.zeros((BJ,), tl.float32)
-    for tile in range(lane, tiles, lanes):
-        gs = _read(grad, tile, tile, t, to, to_inside, tokens, target_width, T, TARGET_FAST)
-        s = _read(source, tile, tile, t, place, inside, tokens, source_width, T, SOURCE_FAST)
-        acc = tl.dot(gs, tl.trans(s), acc, input_precision=P)
+    """One factor: dsrc[k] = scale * sum_j w[j, k] ddst[j], and over a lane's tokens dw[j, k] = sum ddst[j] src[k] and
+    dbias[j] = sum ddst[j]. Without WITH_DSRC only the sums, of a part of j as well as of k."""
+    i_program = tl.program_id(0)
+    i_block, i_rest = i_program % n_blocks, i_program // n_blocks
+    n_parts_k = tl.cdiv(K, BK)
+    n_parts_j = 1 if WITH_DSRC else tl.cdiv(J, BJ)
+    i_part_k, i_part_j = i_rest % n_parts_k, i_rest // n_parts_k % n_parts_j
+    i_lane = i_rest // (n_parts_k * n_parts_j)
+    o_t = tl.arange(0, T)  # [T]
+    o_j = i_part_j * BJ + tl.arange(0, BJ)  # [BJ]
+    o_k = i_part_k * BK + tl.arange(0, BK)  # [BK]
+    o_dst = _block_offset(p_table + i_block * 3 + 1, DST_STRIDES) + _strided(o_j, DST_STRIDES)  # [BJ]
+    m_dst = (o_j < J) & (o_dst < dst_width)  # [BJ]
+    o_src = _block_offset(p_table + i_block * 3, SRC_STRIDES) + _strided(o_k, SRC_STRIDES)  # [BK]
+    m_src = (o_k < K) & (o_src < src_width)  # [BK]
+    m_w = (o_j[:, None] < J) & (o_k[None, :] < K)  # [BJ, BK]
+    if WITH_DSRC:
+        p_slice = p_w + tl.load(p_table + i_block * 3 + 2).to(tl.int64) * J * K
+        b_w = tl.load(p_slice + o_j[:, None] * K + o_k[None, :], m_w, 0.0)  # [BJ, BK]
+    scale = tl.load(p_s).to(tl.float32) if SCALED else 1.0
+    b_dw = tl.zeros((BJ, BK), tl.float32)  # [BJ, BK]
+    b_dbias = tl.zeros((BJ,), tl.float32)  # [BJ]
+    for i_tile in range(i_lane, n_tiles, n_lanes):
+        b_ddst = _load_tile(
+            p_ddst, i_tile, i_tile, o_t, o_dst, m_dst, n_tokens, dst_width, T, DST_TOKENS_FAST
+        )  # [BJ, T]  # fmt: skip
+        b_src = _load_tile(
+            p_src, i_tile, i_tile, o_t, o_src, m_src, n_tokens, src_width, T, SRC_TOKENS_FAST
+        )  # [BK, T]  # fmt: skip
+        b_dw = tl.dot(b_ddst, tl.trans(b_src), b_dw, input_precision=PRECISION)  # [BJ, BK]
         if BIASED:
-            total += tl.sum(gs.to(tl.float32), 1)
-        if BACK:
-            if SOURCE_FAST:
-                back = tl.dot(tl.trans(ws), gs, input_precision=P)
+            b_dbias += tl.sum(b_ddst.to(tl.float32), 1)  # [BJ]
+        if WITH_DSRC:
+            if SRC_TOKENS_FAST:
+                b_dsrc = tl.dot(tl.trans(b_w), b_ddst, input_precision=PRECISION)  # [BK, T]
             else:
-                back = tl.dot(tl.trans(gs), ws, input_precision=P)
+                b_dsrc = tl.dot(tl.trans(b_ddst), b_w, input_precision=PRECISION)  # [T, BK]
             if SCALED:
-                back *= gain
-            _write(out, back, tile, tile, t, place, inside, tokens, source_width, T, SOURCE_FAST)
-    home = dw + (lane * blocks + block).to(tl.int64) * J * K
-    tl.store(home + j[:, None] * K + k[None, :], acc, corner)
+                b_dsrc *= scale
+            _store_tile(p_dsrc, b_dsrc, i_tile, i_tile, o_t, o_src, m_src, n_tokens, src_width, T, SRC_TOKENS_FAST)
+    p_dslice = p_dw + (i_lane * n_blocks + i_block).to(tl.int64) * J * K
+    tl.store(p_dslice + o_j[:, None] * K + o_k[None, :], b_dw, m_w)
     if BIASED:
-        if part_k == 0:
-            tl.store(db + lane * target_width + to, total, to_inside)
+        if i_part_k == 0:
+            tl.store(p_dbias + i_lane * dst_width + o_dst, b_dbias, m_dst)
 
 
-@triton.jit(do_not_specialize=["count", "size", "lanes", "shared", "width"])
-def total(
-    parts, scale, dw, sums, db, count, size, lanes, shared, width, SCALED: tl.constexpr, B: tl.constexpr
+@triton.jit(do_not_specialize=["n_entries", "slice_size", "n_lanes", "n_shared", "width"])
+def reduce_gradients(
+    p_dw_parts, p_s, p_dw, p_dbias_parts, p_dbias, n_entries, slice_size, n_lanes, n_shared, width,
+    SCALED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a weight, summed over lanes and over the blocks that share a slice, and that of the bias,
     summed over lanes: always in the same order."""
-    pid = tl.program_id(0)
-    programs = tl.cdiv(count, B)
-    if pid < programs:
-        i = pid * B + tl.arange(0, B)
-        base = (i // size).to(tl.int64) * size * shared + i % size
-        acc = tl.zeros((B,), tl.float32)
-        for part in range(lanes * shared):
-            step = tl.full((), part // shared, tl.int64) * count * shared + part % shared * size
-            acc += tl.load(parts + step + base, i < count, 0.0)
+    i_program = tl.program_id(0)
+    n_weight_programs = tl.cdiv(n_entries, B)
+    if i_program < n_weight_programs:
+        o_i = i_program * B + tl.arange(0, B)  # [B]
+        o_part = (o_i // slice_size).to(tl.int64) * slice_size * n_shared + o_i % slice_size  # [B]
+        b_acc = tl.zeros((B,), tl.float32)  # [B]
+        for i_part in range(n_lanes * n_shared):
+            part_offset = (
+                tl.full((), i_part // n_shared, tl.int64) * n_entries * n_shared + i_part % n_shared * slice_size
+            )
+            b_acc += tl.load(p_dw_parts + part_offset + o_part, o_i < n_entries, 0.0)
         if SCALED:
-            acc *= tl.load(scale).to(tl.float32)
-        tl.store(dw + i, acc.to(dw.dtype.element_ty), i < count)
+            b_acc *= tl.load(p_s).to(tl.float32)
+        tl.store(p_dw + o_i, b_acc.to(p_dw.dtype.element_ty), o_i < n_entries)
     else:
-        i = (pid - programs) * B + tl.arange(0, B)
-        acc = tl.zeros((B,), tl.float32)
-        for lane in range(lanes):
-            acc += tl.load(sums + lane * width + i, i < width, 0.0)
-        tl.store(db + i, acc.to(db.dtype.element_ty), i < width)
+        o_i = (i_program - n_weight_programs) * B + tl.arange(0, B)  # [B]
+        b_acc = tl.zeros((B,), tl.float32)  # [B]
+        for i_lane in range(n_lanes):
+            b_acc += tl.load(p_dbias_parts + i_lane * width + o_i, o_i < width, 0.0)
+        tl.store(p_dbias + o_i, b_acc.to(p_dbias.dtype.element_ty), o_i < width)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def decode(
-    x, w1, scale1, table2, w2, scale2, bias, y,
-    tokens, d_in, d_out, blocks, parts,
+@triton.jit(do_not_specialize=["n_tokens"])
+def decode_pair(
+    p_x, p_w1, p_s1, p_table2, p_w2, p_s2, p_bias, p_y,
+    n_tokens, d_in, d_out, n_blocks, n_parts,
     K1: tl.constexpr, J1: tl.constexpr, K2: tl.constexpr, J2: tl.constexpr,
-    SLICE: tl.constexpr, FROM2: tl.constexpr, TO2: tl.constexpr,
+    SLICE_STRIDE1: tl.constexpr, SRC_STRIDES2: tl.constexpr, DST_STRIDES2: tl.constexpr,
     T: tl.constexpr, BK1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, P: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both hops for a handful of tokens. A block of the second hop needs only its own rows of the first, so that
-    each program makes them for itself and none waits for another. SLICE is 0 where the first weight is shared."""
-    pid = tl.program_id(0)
-    block, part = pid % blocks, pid // blocks % parts
-    t = pid // (blocks * parts) * T + tl.arange(0, T)
-    a = part * BJ2 + tl.arange(0, BJ2)
-    d = tl.arange(0, BK1)
-    come = _base(table2 + block * 3, FROM2)
-    to = _base(table2 + block * 3 + 1, TO2) + _place(a, TO2)
-    slice2 = w2 + tl.load(table2 + block * 3 + 2).to(tl.int64) * J2 * K2
+    """Both factors for a handful of tokens. A block of the second factor needs only its own rows of z, so each program
+    computes them itself and none waits for another. SLICE_STRIDE1 is 0 where the first weight is shared."""
+    i_program = tl.program_id(0)
+    i_block, i_part = i_program % n_blocks, i_program // n_blocks % n_parts
+    o_t = i_program // (n_blocks * n_parts) * T + tl.arange(0, T)  # [T]
+    o_j2 = i_part * BJ2 + tl.arange(0, BJ2)  # [BJ2]
+    o_k1 = tl.arange(0, BK1)  # [BK1]
+    z_offset = _block_offset(p_table2 + i_block * 3, SRC_STRIDES2)
+    o_y = _block_offset(p_table2 + i_block * 3 + 1, DST_STRIDES2) + _strided(o_j2, DST_STRIDES2)  # [BJ2]
+    p_slice2 = p_w2 + tl.load(p_table2 + i_block * 3 + 2).to(tl.int64) * J2 * K2
     if SCALED:
-        gain1 = tl.load(scale1).to(tl.float32)
-    acc = tl.zeros((T, BJ2), tl.float32)
-    for start in range(0, K2, BK2):
-        k = start + tl.arange(0, BK2)
-        row = come + _place(k, FROM2)
-        c, o = row // J1, row % J1
-        inside = (k[:, None] < K2) & (d[None, :] < K1)
-        ws = tl.load(w1 + (c * SLICE * J1 + o)[:, None] * K1 + d[None, :], inside, 0.0).to(tl.float32)
-        column = c[:, None] * K1 + d[None, :]
-        spot = t.to(tl.int64)[:, None, None] * d_in + column[None, :, :]
-        here = (t[:, None, None] < tokens) & (inside & (column < d_in))[None, :, :]
-        xs = tl.load(x + spot, here, 0.0).to(tl.float32)
-        z = tl.sum(xs * ws[None, :, :], 2)
+        scale1 = tl.load(p_s1).to(tl.float32)
+    b_acc = tl.zeros((T, BJ2), tl.float32)  # [T, BJ2]
+    for k_first in range(0, K2, BK2):
+        o_k2 = k_first + tl.arange(0, BK2)  # [BK2]
+        o_z = z_offset + _strided(o_k2, SRC_STRIDES2)  # [BK2]
+        o_block1, o_j1 = o_z // J1, o_z % J1  # [BK2]
+        m_w1 = (o_k2[:, None] < K2) & (o_k1[None, :] < K1)  # [BK2, BK1]
+        b_w1 = tl.load(
+            p_w1 + (o_block1 * SLICE_STRIDE1 * J1 + o_j1)[:, None] * K1 + o_k1[None, :], m_w1, 0.0
+        ).to(tl.float32)  # [BK2, BK1]  # fmt: skip
+        o_column = o_block1[:, None] * K1 + o_k1[None, :]  # [BK2, BK1]
+        o_x = o_t.to(tl.int64)[:, None, None] * d_in + o_column[None, :, :]  # [T, BK2, BK1]
+        m_x = (o_t[:, None, None] < n_tokens) & (m_w1 & (o_column < d_in))[None, :, :]  # [T, BK2, BK1]
+        b_x = tl.load(p_x + o_x, m_x, 0.0).to(tl.float32)  # [T, BK2, BK1]
+        b_z = tl.sum(b_x * b_w1[None, :, :], 2)  # [T, BK2]
         if SCALED:
-            z *= gain1
-        vs = tl.load(slice2 + a[:, None] * K2 + k[None, :], (a[:, None] < J2) & (k[None, :] < K2), 0.0)
+            b_z *= scale1
+        b_w2 = tl.load(
+            p_slice2 + o_j2[:, None] * K2 + o_k2[None, :], (o_j2[:, None] < J2) & (o_k2[None, :] < K2), 0.0
+        )  # [BJ2, BK2]  # fmt: skip
         if T >= 16:
-            acc = tl.dot(z.to(vs.dtype), tl.trans(vs), acc, input_precision=P)
+            b_acc = tl.dot(b_z.to(b_w2.dtype), tl.trans(b_w2), b_acc, input_precision=PRECISION)  # [T, BJ2]
         else:
-            acc += tl.sum(z[:, None, :] * vs[None, :, :].to(tl.float32), 2)
+            b_acc += tl.sum(b_z[:, None, :] * b_w2[None, :, :].to(tl.float32), 2)  # [T, BJ2]
     if SCALED:
-        acc *= tl.load(scale2).to(tl.float32)
-    inside = (a < J2) & (to < d_out)
+        b_acc *= tl.load(p_s2).to(tl.float32)
+    m_y = (o_j2 < J2) & (o_y < d_out)  # [BJ2]
     if BIASED:
-        acc += tl.load(bias + to, inside, 0.0).to(tl.float32)[None, :]
-    out = y + t.to(tl.int64)[:, None] * d_out + to[None, :]
-    tl.store(out, acc.to(y.dtype.element_ty), (t[:, None] < tokens) & inside[None, :])
+        b_acc += tl.load(p_bias + o_y, m_y, 0.0).to(tl.float32)[None, :]
+    p_out = p_y + o_t.to(tl.int64)[:, None] * d_out + o_y[None, :]  # [T, BJ2]
+    tl.store(p_out, b_acc.to(p_y.dtype.element_ty), (o_t[:, None] < n_tokens) & m_y[None, :])

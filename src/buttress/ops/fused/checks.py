@@ -1,0 +1,64 @@
+"""What the kernels take, and refusals that say what to do. Does not import triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from buttress.core.chain import Chain
+from buttress.errors import ButtressError, ShapeError
+from buttress.ops.fused import availability
+from buttress.ops.layouts import layouts_of
+from buttress.ops.strides import StridedChain
+
+
+def require_strided(chain: Chain, x: Tensor) -> StridedChain:
+    """The chain for the kernels.
+
+    Args:
+        chain: The chain.
+        x: The input.
+
+    Returns:
+        Its strides.
+
+    Raises:
+        ButtressError: If the kernels cannot run here, or do not take this chain, device or dtype.
+    """
+    strided = layouts_of(chain).strided
+    if strided is None:
+        raise ButtressError(
+            "the fused kernels take factors that read and write at regular places, which this chain's do not: "
+            "use impl='bmm'\n" + chain.equation()
+        )
+    if not availability.TRITON:
+        raise ButtressError("the fused kernels need triton, which is not installed: use impl='bmm'")
+    if x.device.type != "cuda" and not availability.INTERPRETED:
+        raise ButtressError(f"the fused kernels run on a CUDA device, but x is on {x.device}: use impl='bmm'")
+    if x.dtype == torch.float64:
+        raise ButtressError("the fused kernels take bfloat16, float16 and float32, not float64: use impl='bmm'")
+    return strided
+
+
+def check_operands(
+    chain: Chain, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None
+) -> None:
+    """Refuse parameters of another shape, dtype or device than the kernels need.
+
+    Raises:
+        ShapeError: If a factor or the bias has the wrong shape.
+        ButtressError: If dtypes or devices differ.
+    """
+    if bias is not None and bias.shape != (chain.d_out,):
+        raise ShapeError(f"the bias must have {chain.d_out} numbers, got a tensor of shape {tuple(bias.shape)}")
+    for f, w in zip(chain.factors, weights, strict=True):
+        if w.shape != f.shape:
+            raise ShapeError(f"factor {f.name} must have the shape {f.shape}, got {tuple(w.shape)}")
+    operands = [*weights, *([] if bias is None else [bias])]
+    if any(t.dtype != x.dtype or t.device != x.device for t in operands) or any(s.device != x.device for s in scales):
+        kinds = ", ".join(sorted({f"{t.dtype} on {t.device}" for t in (*operands, *scales)}))
+        raise ButtressError(
+            f"x is {x.dtype} on {x.device}, but the layer's parameters are {kinds}: bring them together"
+        )

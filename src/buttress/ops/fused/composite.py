@@ -1,0 +1,54 @@
+"""A strided chain in operations that torch can differentiate any number of times. Does not import triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from buttress.ops.framing import scaled_factors
+from buttress.ops.strides import StridedChain, StridedFactor, Strides
+
+
+def apply_strided(
+    strided: StridedChain, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:
+    """The map that the kernels compute, for second derivatives.
+
+    Args:
+        strided: The chain.
+        x: The input.
+        weights: The factors in order of application.
+        scales: One number for each factor, or none at all.
+        bias: What is added to the result.
+
+    Shape:
+        (tokens, d_in) -> (tokens, d_out).
+
+    Returns:
+        The result.
+    """
+    z = x
+    for factor, weight in zip(strided.factors, scaled_factors(weights, scales) if scales else weights, strict=True):
+        source, order, slices = _indices(factor, x.device)
+        z = F.pad(z, (0, factor.source_extent - z.shape[1])) if z.shape[1] < factor.source_extent else z
+        z = torch.einsum("ngk,gjk->ngj", z[:, source], weight[slices]).flatten(1)[:, order]
+    z = z[:, : strided.d_out]
+    return z if bias is None else z + bias
+
+
+@lru_cache(maxsize=1024)
+def _indices(factor: StridedFactor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns that each block reads, which output belongs to each column, and each block's slice of the weight."""
+
+    def positions(strides: Strides) -> Tensor:
+        i = torch.arange(strides.size, device=device)
+        return i // strides.inner_size * strides.outer_stride + i % strides.inner_size * strides.inner_stride
+
+    offsets = torch.tensor(factor.block_offsets, device=device)
+    source = offsets[:, :1] + positions(factor.source)
+    target = (offsets[:, 1:2] + positions(factor.target)).flatten()
+    return source, torch.argsort(target), offsets[:, 2]

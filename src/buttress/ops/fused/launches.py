@@ -1,0 +1,159 @@
+"""What every launch of a kernel needs: compiled kernels, limits of the GPU, and sizes of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from buttress.ops.fused.availability import INTERPRETED
+from buttress.ops.strides import StridedChain, StridedFactor, Strides
+
+MAX_ON_CHIP = 256
+"""Longest side of a slice that a program keeps on the chip as a whole."""
+MAX_SHARED_BYTES, RESERVED_SHARED_BYTES = 200 << 10, 24 << 10
+"""Shared memory that a program may use, and how much less than a smaller GPU's limit, which the compiler needs."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Launch:
+    """A kernel with all constants it is compiled for, launched without inspecting its arguments again.
+
+    What a kernel is compiled for includes dtypes and which numbers are multiples of 16, so launches are cached by
+    these. It includes that tensors begin at multiples of 16 bytes, too; where one does not, triton inspects the
+    arguments.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.constants = constants
+        """Compile-time arguments by name, with the launch options num_warps and num_stages."""
+        self.compiled: Any = None
+        self.constant_values: list[Any] = []
+        self.tensor_count = 0
+        """How many arguments are tensors; they come first."""
+
+    def __call__(self, programs: int, *args: Any) -> None:
+        if not self.tensor_count:
+            self.tensor_count = sum(isinstance(a, Tensor) for a in args)
+        if INTERPRETED or any(a.data_ptr() % 16 for a in args[: self.tensor_count]):
+            self.kernel[(programs,)](*args, **self.constants)
+            return
+        if self.compiled is None:
+            self.compile(*args)
+        self.compiled[(programs, 1, 1)](*args, *self.constant_values)
+
+    def compile(self, *args: Any) -> Any:
+        """Compile the kernel for arguments like these."""
+        self.constant_values = [self.constants[name] for name in self.kernel.arg_names[len(args) :]]
+        self.compiled = self.kernel.warmup(*args, grid=(1,), **self.constants)
+        self.compiled._init_handles()
+        return self.compiled
+
+
+class TensorSpec(NamedTuple):
+    """What all tensors of one pass share: device, dtype, and the precision of float32 matrix products."""
+
+    device: torch.device
+    dtype: torch.dtype
+    precision: str
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorSpec:
+        dtype = x.dtype
+        exact = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+        return cls(x.device, dtype, "ieee" if exact else "tf32")
+
+
+def on_device_of_x(
+    function: Callable[Concatenate[StridedChain, Tensor, P], R],
+) -> Callable[Concatenate[StridedChain, Tensor, P], R]:
+    """Run a function on the device of its second argument: triton launches on the current device."""
+
+    @wraps(function)
+    def run(strided: StridedChain, x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+            return function(strided, x, *args, **kwargs)
+        with torch.cuda.device(x.device):
+            return function(strided, x, *args, **kwargs)
+
+    return run
+
+
+@lru_cache(maxsize=4096)
+def offset_table(factor: StridedFactor, device: torch.device, transposed: bool = False) -> Tensor:
+    """For each block (source offset, target offset, slice), offsets in units of their alignment; int32 [blocks, 3]."""
+    order = (1, 0, 2) if transposed else (0, 1, 2)
+    units = (*factor.alignment, 1)
+    rows = [[offsets[i] // units[i] for i in order] for offsets in factor.block_offsets]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def kernel_strides(factor: StridedFactor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Strides of the source and of the target as the kernels take them."""
+
+    def as_constants(strides: Strides, alignment: int) -> tuple[int, ...]:
+        return strides.inner_size, strides.outer_stride, strides.inner_stride, alignment
+
+    source_alignment, target_alignment = factor.alignment
+    return as_constants(factor.source, source_alignment), as_constants(factor.target, target_alignment)
+
+
+def cdiv(n: int, divisor: int) -> int:
+    """n / divisor, rounded up; triton's own takes as long as a launch."""
+    return -(-n // divisor)
+
+
+def tile_size(n: int, limit: int) -> int:
+    """The power of two that covers n, at least 16, which tl.dot needs, and at most `limit`."""
+    return min(max(1 << (n - 1).bit_length(), 16), limit)
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """Resources of a GPU.
+
+    Args:
+        multiprocessors: Number of multiprocessors.
+        registers: Registers of each.
+        shared_bytes: Shared memory of each.
+        threads: Resident threads of each.
+        program_shared_bytes: Shared memory that one program may use.
+    """
+
+    multiprocessors: int = 1
+    registers: int = 1 << 16
+    shared_bytes: int = 1 << 18
+    threads: int = 2048
+    program_shared_bytes: int = MAX_SHARED_BYTES
+
+
+@lru_cache(maxsize=16)
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of a device; the defaults where it is no GPU."""
+    if device.type != "cuda":
+        return DeviceLimits()
+    properties: Any = torch.cuda.get_device_properties(device)
+    return DeviceLimits(
+        properties.multi_processor_count,
+        properties.regs_per_multiprocessor,
+        properties.shared_memory_per_multiprocessor,
+        properties.max_threads_per_multi_processor,
+        min(MAX_SHARED_BYTES, properties.shared_memory_per_block_optin - RESERVED_SHARED_BYTES),
+    )
+
+
+def stage_count(device: torch.device, stages: int, resident: int, tile: int, scratch: int) -> int:
+    """Tiles in flight at a time: at most `stages`, and as many as shared memory holds. The others are in bytes."""
+    return max(1, min(stages, (device_limits(device).program_shared_bytes - resident - scratch) // tile))
+
+
+def lane_count(programs: int, target: int, tiles: int) -> int:
+    """Into how many lanes the tiles are dealt, for about `target` programs in all."""
+    return max(1, min(target // programs, tiles))

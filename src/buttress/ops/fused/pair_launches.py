@@ -1,0 +1,193 @@
+"""Both factors of a pair in one launch. Imports triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from buttress.ops.fused import kernels
+from buttress.ops.fused.availability import INTERPRETED
+from buttress.ops.fused.factor_launches import FactorPlan
+from buttress.ops.fused.launches import (
+    MAX_ON_CHIP,
+    Launch,
+    TensorSpec,
+    cdiv,
+    device_limits,
+    kernel_strides,
+    lane_count,
+    offset_table,
+    stage_count,
+    tile_size,
+)
+from buttress.ops.strides import StridedChain, Strides
+from buttress.ops.tuning import TILE_TOKENS, Forward
+
+MAX_DECODE_TOKENS = 64
+"""Most tokens for the kernel in which no program waits for another."""
+IN_FLIGHT_BYTES, RING_GROUPS = 24 << 20, 2
+"""Bytes of z in flight between the factors of a pair, about half of an L2 cache, and in how many groups of tiles."""
+
+
+class PairPlan(NamedTuple):
+    """What does not depend on the number of tokens."""
+
+    tables: list[Tensor]
+    """Offsets of both factors."""
+    programs: int
+    """Programs of a lane, both factors together."""
+    resident_programs: int
+    """How many programs the GPU holds at once."""
+    launch: Launch
+
+
+@lru_cache(maxsize=4096)
+def is_pair(strided: StridedChain) -> bool:
+    """Whether a chain has two factors, each with inputs that stay on the chip."""
+    return len(strided.factors) == 2 and max(f.source.size for f in strided.factors) <= MAX_ON_CHIP
+
+
+def launch_pair(
+    strided: StridedChain, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None,
+    y: Tensor, tuning: Forward, *, save: bool,
+) -> tuple[bool, Tensor | None]:  # fmt: skip
+    """Write y in one launch, unless the GPU does not hold all the programs at once.
+
+    Returns:
+        Whether y was written, and with `save` the intermediate.
+    """
+    # The interpreter runs one program after the other: producers first, and no consumers to free the ring.
+    ring = not save and not INTERPRETED
+    tables, programs, resident, launch = _pair_plan(
+        strided, TensorSpec.of(x), tuning, bool(scales), bias is not None, ring
+    )
+    if resident < programs:
+        return False, None
+    (rows,) = strided.intermediate_rows
+    tiles = cdiv(x.shape[0], TILE_TOKENS)
+    lanes = lane_count(programs, resident, tiles)
+    lane_tiles = cdiv(tiles, lanes)
+    group_tiles = max(1, min(lane_tiles, IN_FLIGHT_BYTES // (lanes * RING_GROUPS * rows * TILE_TOKENS * x.itemsize)))
+    groups = cdiv(lane_tiles, group_tiles)
+    ring_groups = min(RING_GROUPS, groups)
+    slots = ring_groups * group_tiles
+    z = x.new_empty(lanes * slots if ring else tiles, rows, TILE_TOKENS)
+    counters = torch.zeros(lanes * groups * 2, dtype=torch.int32, device=x.device)
+    scale1, scale2 = scales or (x, x)
+    first, second = strided.factors
+    launch(
+        programs * lanes, x, weights[0], scale1, tables[0], z, weights[1], scale2, x if bias is None else bias,
+        tables[1], y, counters, x.shape[0], tiles, lanes, group_tiles, groups, ring_groups, slots,
+        strided.d_in, rows, strided.d_out, first.blocks, second.blocks,
+    )  # fmt: skip
+    return True, z if save else None
+
+
+@lru_cache(maxsize=4096)
+def _pair_plan(
+    strided: StridedChain, spec: TensorSpec, tuning: Forward, scaled: bool, biased: bool, ring: bool
+) -> PairPlan:
+    itemsize = spec.dtype.itemsize
+    tiles: list[int] = []
+    stages, programs = tuning.stages, 0
+    for factor in strided.factors:
+        bk = tile_size(factor.source.size, MAX_ON_CHIP)
+        bj = tile_size(factor.target.size, max(16, min(tuning.out, 65536 // (bk * itemsize))))
+        tiles += [bk, bj]
+        stages = stage_count(
+            spec.device, stages, bk * bj * itemsize, bk * TILE_TOKENS * itemsize, bj * TILE_TOKENS * itemsize
+        )
+        programs += factor.blocks * cdiv(factor.target.size, bj)
+    constants: dict[str, Any] = {
+        **_pair_constants(strided), **dict(zip(("BK1", "BJ1", "BK2", "BJ2"), tiles, strict=True)),
+        "T": TILE_TOKENS, "SCALED": scaled, "BIASED": biased, "RING": ring, "PRECISION": spec.precision,
+        "num_warps": tuning.warps, "num_stages": stages,
+    }  # fmt: skip
+    tables = [offset_table(factor, spec.device) for factor in strided.factors]
+    if spec.device.type != "cuda":
+        return PairPlan(tables, programs, programs * 2, Launch(kernels.forward_pair, constants))
+    launch = Launch(kernels.forward_pair, constants | {"launch_cooperative_grid": True})
+    return PairPlan(tables, programs, _resident_programs(launch, strided, spec, tables, tuning.warps, scaled), launch)
+
+
+def _resident_programs(
+    launch: Launch, strided: StridedChain, spec: TensorSpec, tables: Sequence[Tensor], warps: int, scaled: bool
+) -> int:
+    """Compile the kernel, and see how many of its programs the GPU holds at once."""
+    example = torch.empty(16, dtype=spec.dtype, device=spec.device)
+    scale = torch.empty(16, dtype=torch.float32, device=spec.device) if scaled else example
+    sizes = (strided.d_in, strided.intermediate_rows[0], strided.d_out, *(f.blocks for f in strided.factors))
+    compiled: Any = launch.compile(
+        example, example, scale, tables[0], example, example, scale, example, tables[1], example, tables[0],
+        *(2,) * 7, *sizes,
+    )  # fmt: skip
+    limits = device_limits(spec.device)
+    threads = 32 * warps
+    by_registers: int = limits.registers // (-(-compiled.n_regs // 8) * 8 * threads)
+    by_shared: int = limits.shared_bytes // (compiled.metadata.shared + 1024)  # a program costs 1 KiB of its own
+    return limits.multiprocessors * min(by_registers, by_shared, limits.threads // threads)
+
+
+def _pair_constants(strided: StridedChain) -> dict[str, Any]:
+    first, second = strided.factors
+    names = ("K1", "J1", "K2", "J2", "SRC_STRIDES1", "DST_STRIDES1", "SRC_STRIDES2", "DST_STRIDES2")
+    sizes = (first.source.size, first.target.size, second.source.size, second.target.size)
+    return dict(zip(names, (*sizes, *kernel_strides(first), *kernel_strides(second)), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def is_decodable(strided: StridedChain) -> bool:
+    """Whether the kernel for a handful of tokens takes this chain."""
+    if not is_pair(strided):
+        return False
+    first, second = strided.factors
+    contiguous = Strides(first.source.size, first.source.size, 0, 1)
+    return (
+        first.source == contiguous
+        and len(first.block_axes) == 1
+        and first.block_axes[0].source_stride == first.source.size
+        and second.blocks >= 8
+    )
+
+
+def launch_decode(
+    strided: StridedChain,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    bias: Tensor | None,
+    y: Tensor,
+) -> None:
+    """Write y for at most `MAX_DECODE_TOKENS` tokens."""
+    tile_tokens = min(1 << (x.shape[0] - 1).bit_length(), 16)
+    table, parts, launch = _decode_plan(strided, TensorSpec.of(x), tile_tokens, bool(scales), bias is not None)
+    scale1, scale2 = scales or (x, x)
+    blocks = strided.factors[1].blocks
+    launch(
+        blocks * parts * cdiv(x.shape[0], tile_tokens),
+        x, weights[0], scale1, table, weights[1], scale2, x if bias is None else bias, y,
+        x.shape[0], strided.d_in, strided.d_out, blocks, parts,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _decode_plan(strided: StridedChain, spec: TensorSpec, tile_tokens: int, scaled: bool, biased: bool) -> FactorPlan:
+    """The plan of the second factor; `programs` are the parts of each of its blocks."""
+    first, second = strided.factors
+    bk1 = tile_size(first.source.size, MAX_ON_CHIP)
+    bj2 = tile_size(second.target.size, 64)
+    # A program multiplies at most 16384 entries of x at a time.
+    bk2 = tile_size(second.source.size, max(16, 16384 // (tile_tokens * bk1)))
+    # The first factor's source is contiguous and its target is never stored.
+    unused = ("SRC_STRIDES1", "DST_STRIDES1")
+    constants = {
+        **{name: value for name, value in _pair_constants(strided).items() if name not in unused},
+        "SLICE_STRIDE1": first.block_axes[0].weight_stride, "T": tile_tokens, "BK1": bk1, "BK2": bk2, "BJ2": bj2,
+        "SCALED": scaled, "BIASED": biased, "PRECISION": spec.precision, "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip
+    launch = Launch(kernels.decode_pair, constants)
+    return FactorPlan(offset_table(second, spec.device), cdiv(second.target.size, bj2), launch)

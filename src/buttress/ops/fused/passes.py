@@ -1,0 +1,124 @@
+"""Passes of a whole chain through the kernels, forward and backward. Imports triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from buttress.ops.fused.buffers import buffers, new_intermediate
+from buttress.ops.fused.factor_launches import FactorLauncher
+from buttress.ops.fused.launches import TensorSpec, on_device_of_x
+from buttress.ops.fused.pair_launches import MAX_DECODE_TOKENS, is_decodable, is_pair, launch_decode, launch_pair
+from buttress.ops.strides import StridedChain
+from buttress.ops.tuning import Tuning
+
+Tensors = Sequence[Tensor]
+
+
+class ChainGradients(NamedTuple):
+    """Gradients of everything that a chain was applied with."""
+
+    x: Tensor
+    weights: list[Tensor]
+    scales: list[Tensor]
+    bias: Tensor | None
+
+
+@on_device_of_x
+def forward(
+    strided: StridedChain, x: Tensor, weights: Tensors, scales: Tensors, bias: Tensor | None, tuning: Tuning,
+    *, save: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Apply a chain.
+
+    Args:
+        strided: The chain.
+        x: The input, contiguous like all other tensors.
+        weights: The factors in order of application.
+        scales: One float32 number for each factor, or none at all.
+        bias: What is added to the result.
+        tuning: Launch options.
+        save: Whether to return the intermediates.
+
+    Shape:
+        (tokens, d_in) -> (tokens, d_out); intermediates are (tiles, rows, TILE_TOKENS).
+
+    Returns:
+        The result, and with `save` the intermediates.
+    """
+    y = x.new_empty(x.shape[0], strided.d_out)
+    if not x.shape[0]:
+        return y, new_intermediate(strided, x) if save else None
+    if not save and x.shape[0] <= MAX_DECODE_TOKENS and is_decodable(strided):
+        launch_decode(strided, x, weights, scales, bias, y)
+        return y, None
+    # What the GPU holds at once was computed for aligned tensors, as nearly all are.
+    operands = (x, *weights, *scales, *(() if bias is None else (bias,)))
+    if tuning.forward.fuse and is_pair(strided) and not any(t.data_ptr() % 16 for t in operands):
+        written, z = launch_pair(strided, x, weights, scales, bias, y, tuning.forward, save=save)
+        if written:
+            return y, z
+    z = new_intermediate(strided, x)
+    launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(x), tuning)
+    ends = buffers(strided, x, z, y)
+    last = len(strided.factors) - 1
+    for i in range(last + 1):
+        launcher.forward(i, ends[i], ends[i + 1], bias if i == last else None)
+    return y, z if save else None
+
+
+@on_device_of_x
+def intermediates(strided: StridedChain, x: Tensor, weights: Tensors, scales: Tensors, tuning: Tuning) -> Tensor:
+    """What `forward` returns with `save`, without the result."""
+    z = new_intermediate(strided, x)
+    if x.shape[0]:
+        launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(x), tuning)
+        ends = buffers(strided, x, z, x)
+        for i in range(len(strided.factors) - 1):
+            launcher.forward(i, ends[i], ends[i + 1])
+    return z
+
+
+@on_device_of_x
+def backward(
+    strided: StridedChain, dy: Tensor, x: Tensor, z: Tensor, weights: Tensors, scales: Tensors, tuning: Tuning,
+    *, biased: bool,
+) -> ChainGradients:  # fmt: skip
+    """Gradients of x, the weights, the scales and, with `biased`, the bias.
+
+    Sums over tokens are divided into a fixed number of lanes, which are added in order: the result is deterministic.
+    """
+    dx = torch.empty_like(x)
+    if not x.shape[0]:
+        db = dy.new_zeros(strided.d_out) if biased else None
+        return ChainGradients(dx, [torch.zeros_like(w) for w in weights], [torch.zeros_like(s) for s in scales], db)
+    launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(x), tuning)
+    values = buffers(strided, x, z, dy)
+    grads = buffers(strided, dx, torch.empty_like(z), dy)
+    dws: list[Tensor] = []
+    dss: list[Tensor] = []
+    db = None
+    last = len(strided.factors) - 1
+    for i in range(last, -1, -1):
+        dw, ds, factor_db = launcher.backward(i, grads[i + 1], values[i], grads[i], biased=biased and i == last)
+        dws.append(dw)
+        if ds is not None:
+            dss.append(ds)
+        if i == last:
+            db = factor_db
+    return ChainGradients(dx, dws[::-1], dss[::-1], db)
+
+
+@on_device_of_x
+def backward_input(strided: StridedChain, dy: Tensor, weights: Tensors, scales: Tensors, tuning: Tuning) -> Tensor:
+    """The gradient of x alone: the transposed factors in reverse order, without intermediates of the forward pass."""
+    dx = dy.new_empty(dy.shape[0], strided.d_in)
+    if dy.shape[0]:
+        launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(dy), tuning)
+        ends = buffers(strided, dx, new_intermediate(strided, dy), dy)
+        for i in reversed(range(len(strided.factors))):
+            launcher.forward(i, ends[i + 1], ends[i], transposed=True)
+    return dx

@@ -1,0 +1,93 @@
+"""When the kernels are used, and with which launch options. Does not import triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from buttress.core.chain import Chain
+from buttress.ops import speeds
+from buttress.ops.fused import availability
+from buttress.ops.layouts import layouts_of
+from buttress.ops.strides import StridedChain
+from buttress.ops.tuning import Tuning, default_tuning
+
+_graph_depth = 0
+_forced_tunings: list[Tuning] = []
+
+
+def preferred(chain: Chain, x: Tensor) -> bool:
+    """Whether the fused kernels are the better choice for a layer, rather than torch.bmm.
+
+    Args:
+        chain: The chain.
+        x: The input.
+
+    Shape:
+        x is (tokens, d_in).
+
+    Returns:
+        True where the kernels can run and the speed table says that they are faster.
+    """
+    if x.device.type != "cuda" or not availability.TRITON or (signature := layouts_of(chain).signature) is None:
+        return False
+    # Function transforms and forward-mode derivatives need operations that torch can take apart.
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._len_torch_dispatch_stack():
+        # A mode that observes or replaces operations gets torch's own matrix products.
+        return False
+    # A compiler may leave the number of tokens open; what is worth compiling has many.
+    tokens = speeds.MANY_TOKENS if compiling else x.shape[0]
+    return speeds.prefers_kernels(
+        signature, x.dtype, x.device.index or 0, tokens, torch.is_grad_enabled(), compiling or _graph_depth > 0
+    )
+
+
+@contextmanager
+def graphed() -> Iterator[None]:
+    """Let layers choose their implementation as if launches were free, as they are when a CUDA graph is replayed.
+
+    Use it around the warm-up steps and around the capture, so that both make the same choice. A compiler needs
+    no such hint.
+
+    Example::
+
+        with bt.graphed():
+            for _ in range(3):
+                step()
+            with torch.cuda.graph(graph):
+                step()
+    """
+    global _graph_depth  # noqa: PLW0603
+    _graph_depth += 1
+    try:
+        yield
+    finally:
+        _graph_depth -= 1
+
+
+@contextmanager
+def tuned(tuning: Tuning) -> Iterator[None]:
+    """Launch the kernels with these options and no others, to measure them."""
+    _forced_tunings.append(tuning)
+    try:
+        yield
+    finally:
+        _forced_tunings.pop()
+
+
+def tuning_for(strided: StridedChain, x: Tensor) -> Tuning:
+    """The launch options for a chain and a tensor: forced, measured, or the defaults."""
+    if _forced_tunings:
+        return _forced_tunings[-1]
+    if x.device.type == "cuda":
+        key = speeds.dtype_key(x.dtype)
+        if (measured := speeds.measured_tuning(strided.signature, key, x.device.index or 0)) is not None:
+            return measured
+    return default_tuning(strided.signature, x.itemsize)
