@@ -8,12 +8,12 @@ from typing import Any
 
 
 def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
-    """A table of dataclass instances, one column a field; numbers to the right, an optional last line of totals."""
+    """A table of dataclass instances, one column per field that `repr` shows; numbers to the right, totals last."""
     if not rows:
         return "(nothing)"
     first = rows[0]
     assert is_dataclass(first)
-    names = [f.name for f in fields(first)]
+    names = [f.name for f in fields(first) if f.repr]
     cells = [[show(getattr(row, name)) for name in names] for row in rows]
     numeric = [all(isinstance(getattr(row, n), int | float | None) for row in rows) for n in names]
     lines = [[n.replace("_", " ") for n in names], *cells, *([list(total)] if total else [])]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import buttress as bt
-from buttress.compression.allocation import Choice, _spend
+from buttress.compression.allocation import Choice, allocate
 
 
 class Net(nn.Module):
@@ -117,7 +117,7 @@ class TestBudget:
         found = {
             str(i): [
                 Choice(str(i), "dense", 10, 10, 0.0),
-                *(Choice(str(i), f"s{j}", 10, c, e) for j, (c, e) in enumerate(o)),
+                *(Choice(str(i), f"low_rank(rank={j + 1})", 10, c, e) for j, (c, e) in enumerate(o)),
             ]
             for i, o in enumerate(layers)
         }
@@ -125,9 +125,9 @@ class TestBudget:
         every = [c for c in itertools.product(*found.values()) if sum(x.cost_after for x in c) <= limit + 1e-9]
         if not every:
             with pytest.raises(bt.PlanError, match=r"keep .* already"):
-                _spend(found, keep)
+                allocate(found, keep)
             return
-        chosen = _spend(found, keep).values()
+        chosen = allocate(found, keep).values()
         assert sum(c.cost_after for c in chosen) <= limit + 1e-6
         best = min(sum(x.loss for x in c) for c in every)
         assert sum(c.loss for c in chosen) <= best + max(c.loss for o in found.values() for c in o) + 1e-9

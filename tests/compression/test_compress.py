@@ -243,7 +243,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("name", "content", "says"),
         [
-            ("modules.json", "[]", "not sentence-transformers' list"),
+            ("modules.json", "[]", "not a module list of sentence-transformers"),
             ("modules.json", '[{"path": "../../etc", "type": "x.Transformer"}]', "outside of its folder"),
             ("modules.json", '[{"path": "/etc", "type": "x.Transformer"}]', "outside of its folder"),
             ("config.json", "{", "cannot be loaded"),
@@ -271,7 +271,7 @@ class TestRefused:
         (tmp_path / "short.txt").write_text("one\ntwo\n")
         with pytest.raises(bt.PlanError, match="too short"):
             compress(sentences, tmp_path / "m", text=tmp_path / "short.txt")
-        with pytest.raises(bt.PlanError, match="lies inside of"):
+        with pytest.raises(bt.PlanError, match="is inside of"):
             compress(sentences, sentences / "small")
         with pytest.raises(bt.PlanError, match="nothing is worth replacing"):
             compress(sentences, tmp_path / "m", 1.0)
@@ -330,5 +330,5 @@ class TestTimm:
             (tmp_path / "bad" / name).write_bytes(content)
             with pytest.raises(bt.PlanError, match="does not hold a timm model"):
                 vision.load(tmp_path / "bad")
-        with pytest.raises(bt.PlanError, match="folder of images"):
+        with pytest.raises(bt.PlanError, match="image folder"):
             compress(vit, tmp_path / "m", text=vit / "config.json")

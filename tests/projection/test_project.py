@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import buttress as bt
 import oracles
 from buttress import ops
-from buttress.projection import refinement as refine
+from buttress.projection import refinement
 
 sizes = st.integers(1, 30)
 some = settings(deadline=None, derandomize=True, max_examples=25)
@@ -488,7 +488,7 @@ def test_blocks_that_do_not_mix_are_solved_at_once() -> None:
 
 def test_each_factor_of_a_sweep_is_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the equations of one factor written out column by column."""
-    monkeypatch.setattr(refine, "STEPS", 200)
+    monkeypatch.setattr(refinement, "MAX_STEPS", 200)
     for text, i, o in (("btt(rank=2)", 12, 20), ("tensor_train(rank=2)", 12, 20), ("monarch(blocks=3)", 13, 11)):
         structure = bt.parse(text)
         chain = structure.chain(i, o)
@@ -497,7 +497,7 @@ def test_each_factor_of_a_sweep_is_at_its_best(monkeypatch: pytest.MonkeyPatch) 
             torch.randn(f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) for f in chain.factors
         ]
         for at, factor in enumerate(factors):
-            found = refine._solved(chain, factors, at, x @ w.T, x)
+            found = refinement.best_factor(chain, factors, at, x @ w.T, x)
             columns = []
             for n in range(factor.numel()):
                 unit = torch.zeros(factor.numel(), dtype=torch.float64)

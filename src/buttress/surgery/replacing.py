@@ -22,7 +22,7 @@ from buttress.nn.attention import PROJECTIONS, ProjectedAttention, SplitLinear, 
 from buttress.nn.embedding import StructuredEmbedding, rms
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.structured import Structured
-from buttress.projection.closed_form import project
+from buttress.projection.closed_form import Projection, project
 from buttress.text_table import render, show
 
 log = logging.getLogger(__name__)
@@ -174,6 +174,7 @@ def replace_(
     split: Mapping[str, int | Sequence[int]] | None = None,
     moments: Mapping[str, Tensor] | None = None,
     sweeps: int | None = None,
+    projections: Mapping[str, Projection] | None = None,
     dry_run: bool = False,
 ) -> Report:
     """Replace linear layers by structured ones, in place; if anything fails the model is as it was.
@@ -186,7 +187,8 @@ def replace_(
     sharing it where both get the same structure. `init="mup"` draws new weights (zero stays zero), "project"
     keeps the nearest to the old ones. `split` maps globs of fused layers to the number of equal
     parts, or to a tuple of output sizes: {"*.c_attn": 3}. `moments`, from `moments()`, make "project" look for
-    the nearest outputs instead of the nearest weights; `sweeps` are those of `project`. `dry_run` only reports.
+    the nearest outputs instead of the nearest weights; `sweeps` are those of `project`. `projections`
+    holds, by layer name, what "project" would compute, where it was computed before. `dry_run` only reports.
     Biases stay as they are. Replace before wrapping a model in DDP or FSDP and before adding hooks.
 
     >>> report = replace_(model, {"*.mlp.*": BTT(rank=2), "*.attn.*": Monarch(4)})
@@ -194,7 +196,7 @@ def replace_(
     """
     if init not in ("mup", "project"):
         raise PlanError(f"init must be 'mup' or 'project', got {init!r}")
-    if init == "mup" and (moments is not None or sweeps is not None):
+    if init == "mup" and (moments is not None or sweeps is not None or projections is not None):
         raise PlanError("moments and sweeps are for init='project': new weights have nothing to be near to")
     refuse_wrapped(model)
     sites = find(model, embeddings=True)
@@ -211,6 +213,7 @@ def replace_(
                 )
             if entry.tied is None:
                 fill = partial(_fill, moments=(moments or {}).get(entry.name), sweeps=sweeps, dry_run=dry_run)
+                fill = partial(fill, projection=(projections or {}).get(entry.name))
                 built = _build(model, site, entry, fill if init == "project" else None, dry_run)
             else:
                 if init == "project":
@@ -561,14 +564,26 @@ def _check_same(site: Site, leader: Site) -> None:
         )
 
 
-def _fill(layer: Structured, weight: Tensor, *, moments: Tensor | None, sweeps: int | None, dry_run: bool) -> Errors:
+def _fill(
+    layer: Structured,
+    weight: Tensor,
+    *,
+    moments: Tensor | None,
+    sweeps: int | None,
+    dry_run: bool,
+    projection: Projection | None = None,
+) -> Errors:
     """Give a layer the factors nearest to a weight; returns the relative errors of the weight and of outputs."""
     if weight.is_meta:
         raise PlanError("init='project' needs the weights, but the model is on the meta device")
     if not bool(weight.any()):
         # A zero start is exact, and leaves the other factors something to learn from.
         return 0.0, None
-    found = project(layer.structure, weight, moments=moments, sweeps=sweeps)
+    if projection and {n: t.shape for n, t in projection.factors.items()} != {
+        n: p.shape for n, p in layer.factors.items()
+    }:
+        raise PlanError(f"the projection given for it has other factors than {layer.structure}: project it again")
+    found = projection or project(layer.structure, weight, moments=moments, sweeps=sweeps)
     if not dry_run:
         layer.assign(found.factors)
     return found.relative_error, None if moments is None else found.output_error
