@@ -149,11 +149,16 @@ def project(
 
 @torch.no_grad()
 def draft(structure: Structure, target: Target) -> Draft:
-    """The closed form: optimal for two factors, greedy for more."""
+    """The closed form as a draft, which sweeps can improve unless it is the optimum on known inputs."""
     chain = target.chain(structure)
+    return Draft(chain, closed_form(chain, target), converged=target.root is not None and _one_block(chain))
+
+
+def closed_form(chain: Chain, target: Target) -> list[Tensor]:
+    """Factors in closed form: optimal for two factors, greedy for more."""
     if target.root is None:
-        return Draft(chain, _nearest(chain, target.weight))
-    return Draft(chain, _whitened(chain, target.weight, target.root), converged=_one_block(chain))
+        return _nearest(chain, target.weight)
+    return _whitened(chain, target.weight, target.root)
 
 
 @torch.no_grad()
