@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,51 @@ class TestReplacing:
             part.chmod(0o444)
         assert path.read_text() == "content"
         path.chmod(0o644)
+
+
+class TestDurability:
+    def test_files_and_folders_are_flushed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        flushed: list[tuple[int, int]] = []
+        monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(identity(os.fstat(descriptor))))
+        with new_folder(tmp_path / "model") as part:
+            (part / "inside").mkdir()
+            (part / "inside" / "file").touch()
+        with replacing(tmp_path / "file") as part:
+            part.touch()
+        for path in (
+            tmp_path,
+            tmp_path / "model",
+            tmp_path / "model" / "inside",
+            tmp_path / "model" / "inside" / "file",
+        ):
+            assert identity(path.stat()) in flushed
+        assert identity((tmp_path / "file").stat()) in flushed
+
+    def test_folders_that_cannot_be_flushed_do_no_harm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(descriptor: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError("folders cannot be flushed")
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        write_text(tmp_path / "file", "content")
+        with new_folder(tmp_path / "model") as part:
+            (part / "file").touch()
+        assert (tmp_path / "file").read_text() == "content"
+        assert (tmp_path / "model" / "file").exists()
+
+    def test_a_file_that_cannot_be_flushed_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(descriptor: int) -> None:
+            raise OSError("the disk is full")
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="disk is full"):
+            write_text(tmp_path / "file", "content")
+        assert list(tmp_path.iterdir()) == []
+
+
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """Of a file or folder, whatever its name."""
+    return status.st_dev, status.st_ino
 
 
 class TestNewFolder:

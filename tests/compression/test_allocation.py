@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import buttress as bt
+from buttress.compression import allocation
 from buttress.compression.allocation import Choice, allocate
 from shared_inputs import net
 
@@ -21,6 +23,34 @@ def net_answer(x: Tensor) -> Tensor:
     with torch.no_grad():
         model.head.weight[:, 5:] = 0
     return model(x).detach()
+
+
+class TestChoice:
+    def test_it_carries_the_structure(self) -> None:
+        choice = Choice("layer", "btt(rank=2)", 10, 5, 0.1, bt.BTT(rank=2))
+        assert choice == Choice("layer", "btt(rank=2)", 10, 5, 0.1), "the text is enough"
+        assert choice.replacement == Choice("layer", "btt(rank=2)", 10, 5, 0.1).replacement == bt.BTT(rank=2)
+        assert dataclasses.replace(choice, loss=0.2).replacement is choice.replacement
+        assert Choice("layer", "dense", 10, 10, 0.0).replacement is None
+        assert Choice("layer", "dense", 10, 10, 0.0, bt.Dense()).replacement is None, "it stays nn.Linear"
+        with pytest.raises(bt.StructureError):
+            Choice("layer", "bbt", 10, 5, 0.1)
+
+    def test_texts_are_not_parsed_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(text: str) -> bt.Structure:
+            raise AssertionError(text)
+
+        monkeypatch.setattr(allocation, "parse", refuse)
+        x = torch.randn(64, 24)
+        found = bt.budget(bt.curves(net(), candidates=[bt.BTT, "low_rank"], batches=[x]), 0.5)
+        assert found.plan.entries
+        assert all(r.replacement is None or str(r.replacement) == r.structure for r in found.rows)
+
+    def test_the_table_shows_the_text_alone(self) -> None:
+        head = str(bt.budget(bt.curves(net(), candidates=[bt.BTT(rank=2)]), 0.9)).splitlines()[0]
+        assert [part.strip() for part in head.split("  ") if part.strip()] == [
+            "name", "structure", "cost before", "cost after", "loss",
+        ]  # fmt: skip
 
 
 options = st.lists(st.tuples(st.integers(1, 9), st.floats(0.01, 1)), min_size=1, max_size=4)
