@@ -10,7 +10,7 @@ import buttress as bt
 NAMES = {
     "Advice", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "Choice", "CompressOptions",
     "Convolution", "Cost", "Dense", "Explanation", "Factor", "Healing", "Kronecker", "LowRank", "MissingExtraError",
-    "Monarch", "Plan", "PlanEntry", "PlanError", "ProjectedAttention", "Projection", "Report", "RuleError",
+    "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError", "ProjectedAttention", "Projection", "Report", "RuleError",
     "ShapeError", "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear",
     "TensorTrain", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "graphed",
     "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project", "replace_", "split",

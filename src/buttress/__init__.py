@@ -9,6 +9,8 @@ optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 from buttress.compression.allocation import Budget, Choice, budget, curves
 from buttress.compression.distillation import Healing, heal
 from buttress.compression.input_moments import moments
+from buttress.compression.options import CompressOptions
+from buttress.compression.pipeline import Outcome, compress
 from buttress.core.chain import Chain, Factor
 from buttress.core.scaling import init_std, lr_multiplier
 from buttress.core.structures import (
@@ -57,6 +59,7 @@ __all__ = [
     "Chain",
     "ChainError",
     "Choice",
+    "CompressOptions",
     "Convolution",
     "Cost",
     "Dense",
@@ -67,6 +70,7 @@ __all__ = [
     "LowRank",
     "MissingExtraError",
     "Monarch",
+    "Outcome",
     "Plan",
     "PlanEntry",
     "PlanError",
@@ -84,6 +88,7 @@ __all__ = [
     "advise",
     "budget",
     "calibrate",
+    "compress",
     "cost",
     "curves",
     "densify_",

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and locks between processes."""
+"""Files and folders that are written completely or not at all, and locks between processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,7 +15,7 @@ from buttress.errors import PlanError
 
 @contextmanager
 def new_folder(folder: Path | str) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` when the block ends without an error.
+    """A temporary folder that becomes `folder`, durably, when the block ends without an error.
 
     Args:
         folder: The final path. It must not exist, or be an empty folder.
@@ -25,6 +25,10 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
 
     Raises:
         PlanError: If `folder` exists and is not an empty folder.
+
+    Example:
+        >>> with new_folder("model") as part:
+        ...     (part / "config.json").write_text("{}")
     """
     target = Path(folder)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -34,9 +38,9 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
     try:
         part.chmod(0o755)
         yield part
-        for file in part.rglob("*"):
-            if file.is_file():
-                _flush(file)
+        for path in (*part.rglob("*"), part):
+            if path.is_file() or path.is_dir():
+                _flush(path)
         if target.exists():
             target.rmdir()
         os.rename(part, target)  # fails if another process has filled the folder meanwhile
@@ -55,6 +59,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Yields:
         The path to write to. After an error nothing is left of it, and `path` is unchanged.
+
+    Example:
+        >>> with replacing(Path("checkpoint.pt")) as part:
+        ...     torch.save(state, part)
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not the process id: machines that share a disk may share those. No suffix of its own: a search for "*.jsonl"
@@ -108,10 +116,11 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
 
 def _flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open folders
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    # Not every system can flush folders: Windows cannot open them, others need read permission. Their names are then
+    # written when the system chooses.
+    with suppress(OSError) if path.is_dir() else nullcontext():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,5 +1,6 @@
-"""Structured models in transformers: `save`, `attach`, `adapted` and `lora` of `buttress.integrations.transformers`."""
+"""Structured models in transformers and peft: importing this module lets `from_pretrained` load them."""
 
-from buttress.integrations.transformers import StructuredConfig, adapted, attach, lora, save
+from buttress.integrations.peft import lora
+from buttress.integrations.transformers import StructuredConfig, adapted, attach, save
 
 __all__ = ["StructuredConfig", "adapted", "attach", "lora", "save"]

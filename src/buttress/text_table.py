@@ -8,7 +8,7 @@ from typing import Any
 
 
 def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
-    """Dataclass instances as a table with one column per field, numbers aligned to the right.
+    """Dataclass instances as a table with one column per field that `repr` shows, numbers aligned to the right.
 
     Args:
         rows: Instances of one dataclass.
@@ -32,7 +32,7 @@ def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
         return "(nothing)"
     first = rows[0]
     assert is_dataclass(first)
-    names = [f.name for f in fields(first)]
+    names = [f.name for f in fields(first) if f.repr]
     cells = [[show(getattr(row, name)) for name in names] for row in rows]
     numeric = [all(isinstance(getattr(row, n), int | float | None) for row in rows) for n in names]
     lines = [[n.replace("_", " ") for n in names], *cells, *([list(total)] if total else [])]

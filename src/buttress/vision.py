@@ -1,4 +1,4 @@
-"""Structured models in timm: `save` and `load` of `buttress.integrations.timm`."""
+"""Structured models in timm: save and load them."""
 
 from buttress.integrations.timm import fill, load, model_args, save
 

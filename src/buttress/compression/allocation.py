@@ -1,16 +1,16 @@
-"""Which structure and rank for each layer, so that the whole fits a budget and loses the least.
+"""Which structure and rank for each layer, so that the model fits a budget and loses least.
 
-Each layer has a few options, each with a cost and a loss: the part of its output's energy that is lost. What is to be
-small is their sum. Between neighbouring options on a layer's lower convex hull lies a price, loss for cost; taking all
-steps that cost less than one common price is the best plan for what it costs (Everett), and prices are tried by taking
-steps in their order while they fit. Only the last step can leave a little of the budget unused.
+Each layer has a few options, each with a cost and a loss: the part of its output's energy that is lost. The sum of the
+losses is minimized. On a layer's lower convex hull, the step from one option to the next has a price: loss per cost.
+Taking all steps below one common price gives the best plan for its cost (Everett). Steps are taken in order of their
+price while they fit, so only the last step can leave a little of the budget unused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,39 +21,60 @@ from torch import Tensor, nn
 from buttress import ops
 from buttress.compression.distillation import distance_for
 from buttress.compression.input_moments import call, evaluating
+from buttress.compression.projection_store import ProjectionStore
 from buttress.core.structures import Structure, parse, structures
 from buttress.errors import PlanError, StructureError
+from buttress.inspection.hooks import removing
 from buttress.inspection.sites import Site
-from buttress.projection.closed_form import Projection, project
+from buttress.projection.closed_form import Draft, Projection, Target, draft, finished, refined
 from buttress.surgery import Plan, PlanEntry, chosen_layers
 from buttress.text_table import render, show
 
-Cost = Literal["macs", "params"]
+CostMeasure = Literal["macs", "params"]
+CostFunction = Callable[[Structure | None, int, int], float]
+"""The cost of a structure, or of nn.Linear for None, from d_in inputs to d_out outputs."""
+Candidate = Structure | type[Structure] | str
+
+DENSE = "dense"
+"""What `Choice.structure` says of a layer that stays as it is."""
+COMPARING_SWEEPS = 2
+"""Enough to compare options; the chosen one can be refined further."""
+TYPICAL_LOSS = 0.05
+"""The loss at which a layer's effect on the answer is measured, or the option nearest to it."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of one layer."""
+    """One option for one layer, with its cost and its loss."""
 
     name: str
     structure: str
-    """"dense" where it stays as it is."""
+    """The structure as text; "dense" where the layer stays as it is."""
     cost_before: float
     cost_after: float
     loss: float
-    """Part of the output's energy that is lost: the square of the relative error; or what that does to the answer."""
+    """Part of the output's energy that is lost, the square of the relative error; `curves` may scale it."""
+    replacement: Structure | None = field(default=None, repr=False, compare=False)
+    """The structure itself, None for dense. Default: parsed from the text."""
+
+    def __post_init__(self) -> None:
+        if self.structure == DENSE:
+            object.__setattr__(self, "replacement", None)
+        elif self.replacement is None:
+            object.__setattr__(self, "replacement", parse(self.structure))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A plan, what it costs and what each layer loses; `str` gives a table."""
+    """What `budget` chose: a plan, its cost, and the loss of each layer. `str` gives a table."""
 
     plan: Plan
     rows: tuple[Choice, ...]
+    """The choice for every layer, those that stay dense included."""
 
     @property
     def kept(self) -> float:
-        """The part of the cost that is left."""
+        """The fraction of the cost that is left."""
         return sum(r.cost_after for r in self.rows) / sum(r.cost_before for r in self.rows)
 
     def __str__(self) -> str:
@@ -61,180 +82,245 @@ class Budget:
         return render(self.rows, total=[f"{len(self.rows)} layers", f"keeps {self.kept:.1%}", *sums])
 
 
-Candidate = Structure | type[Structure] | str
-Price = Callable[[Structure | None, int, int], float]
-
-
 def curves(
     model: nn.Module,
     *,
     candidates: Iterable[Candidate] | None = None,
     moments: Mapping[str, Tensor] | None = None,
-    cost: Cost | Price = "macs",
+    cost: CostMeasure | CostFunction = "macs",
     layers: Mapping[str, bool] | None = None,
     levels: int = 10,
     batches: Sequence[Any] = (),
     watch: Callable[[str, int, int], None] | None = None,
+    projections: ProjectionStore | None = None,
 ) -> dict[str, list[Choice]]:
-    """For each layer what every option costs and loses, staying dense among them: what `budget` chooses from.
+    """Compute what every option costs and loses, for each layer: what `budget` chooses from.
 
-    Candidates are structures, texts, or classes of structures, which stand for their families, thinned to about so many
-    `levels` of cost; by default all families without sharing. `cost` is "macs", "params", or a function of a
-    structure (None for nn.Linear), d_in and d_out, such as measured time. Layers are all but the output head, or those
-    whose name matches a glob that maps to True, first match wins. With `moments` losses are those of the outputs on
-    real inputs. With a few `batches`, too, a layer's losses are scaled to what they do to the model's answer
-    (`heal`'s distance): some layers forgive more than others.
+    Every option is projected, with two sweeps where the layer's moments are known.
+
+    Args:
+        model: The model. It is not changed.
+        candidates: Structures, their texts, or structure classes, which stand for their whole families.
+            Default: all families without sharing.
+        moments: Second moments of layers' inputs, from `moments()`. With them, losses are those of the outputs on real
+            inputs.
+        cost: "macs", "params", or a function of a structure (None for nn.Linear), d_in and d_out, such as `timed()`.
+        layers: Maps globs of layer names to whether they are included; the first match wins. Default: all linear layers
+            but the output head.
+        levels: Families are thinned to about this number of costs.
+        batches: A few batches on which to measure what each layer's loss does to the model's answer, by the distance
+            that `heal` uses. The layer's losses are scaled by it: some layers tolerate more than others.
+        watch: Called with a layer's name, its number and the number of layers, before each layer.
+        projections: Where to keep projections, so that those of the chosen plan need not be computed again.
+
+    Returns:
+        The options of each layer, by name; the first is to stay dense.
+
+    Raises:
+        PlanError: If a glob matches no layer, a layer cannot be replaced, or `cost` is unknown.
+        StructureError: If a candidate's text names no structure.
+
+    Example:
+        >>> options = bt.curves(model, moments=bt.moments(model, batches))
+        >>> plan = bt.budget(options, keep=0.5).plan
     """
     sites = chosen_layers(model, layers)
-    price = _price(cost)
-    asked = None if candidates is None else list(candidates)
-    found: dict[str, list[Choice]] = {}
-    for done, (name, site) in enumerate(sites.items()):
-        if watch:
-            watch(name, done, len(sites))
-        found[name] = _options(site, _members(asked, site, price, levels), (moments or {}).get(name), price)
-    if not batches:
-        return found
+    price = cost_function(cost)
+    members = None if candidates is None else list(candidates)
+    options: dict[str, list[Choice]] = {}
+    effects: dict[str, float] = {}
     with evaluating(model):
-        effects = _effects(model, sites, found, moments or {}, batches)
-    middle = sorted(effects.values())[len(effects) // 2] if effects else 1.0
+        effect = _AnswerEffect(model, batches) if batches else None
+        for index, (name, site) in enumerate(sites.items()):
+            if watch:
+                watch(name, index, len(sites))
+            layer = _LayerOptions(site, (moments or {}).get(name), price, projections)
+            layer.add(_expanded(members, site, price, levels))
+            options[name] = layer.choices
+            if effect and layer.typical and not isinstance(site.owner, nn.MultiheadAttention):
+                effects[name] = effect.of(site, *layer.typical)
+    if not batches:
+        return options
+    median = sorted(effects.values())[len(effects) // 2] if effects else 1.0
     return {
-        name: [replace(c, loss=c.loss * effects.get(name, middle)) for c in options] for name, options in found.items()
+        name: [replace(c, loss=c.loss * effects.get(name, median)) for c in choices]
+        for name, choices in options.items()
     }
 
 
 def budget(options: Mapping[str, Sequence[Choice]], keep: float) -> Budget:
-    """The plan that keeps at most the part `keep` of the layers' cost and loses the least, out of their `curves`.
+    """Choose one option for each layer so that the cost fits and the total loss is least.
 
-    >>> options = curves(model, moments=moments(model, batches))
-    >>> replace_(model, budget(options, 0.5).plan, init="project")
+    Args:
+        options: The options of each layer, from `curves`.
+        keep: Most of the layers' total cost that may be left, as a fraction.
+
+    Returns:
+        The plan, and the choice for every layer.
+
+    Raises:
+        PlanError: If `keep` is not above 0 and at most 1, or the cheapest options cost more than that.
+
+    Example:
+        >>> options = bt.curves(model, moments=inputs)
+        >>> bt.replace_(model, bt.budget(options, 0.5).plan, init="project", moments=inputs)
     """
     if not 0 < keep <= 1:
         raise PlanError(f"keep is the part of the cost that is left, above 0 and at most 1; got {keep!r}")
-    chosen = _spend(options, keep)
-    plan = Plan(tuple(PlanEntry(n, parse(c.structure)) for n, c in chosen.items() if c.structure != DENSE))
-    return Budget(plan, tuple(chosen.values()))
+    chosen = allocate(options, keep)
+    entries = tuple(PlanEntry(n, c.replacement) for n, c in chosen.items() if c.replacement is not None)
+    return Budget(Plan(entries), tuple(chosen.values()))
 
 
-DENSE = "dense"
+def cost_function(cost: CostMeasure | CostFunction) -> CostFunction:
+    """A cost as a function of a structure (None for nn.Linear), d_in and d_out.
 
-
-def _price(cost: Cost | Price) -> Price:
+    Raises:
+        PlanError: If it is neither a function nor the name of a measure.
+    """
     if callable(cost):
         return cost
     if cost not in ("macs", "params"):
         raise PlanError(f"cost is 'macs', 'params' or a function, got {cost!r}")
 
     def count(structure: Structure | None, d_in: int, d_out: int) -> float:
-        found: int = d_in * d_out if structure is None else getattr(structure.chain(d_in, d_out), cost)
-        return found
+        total: int = d_in * d_out if structure is None else getattr(structure.chain(d_in, d_out), cost)
+        return total
 
     return count
 
 
-def _members(candidates: Sequence[Candidate] | None, site: Site, price: Price, levels: int) -> list[Structure]:
+def as_family(candidate: Candidate) -> type[Structure] | Structure:
+    """A candidate as a structure class, which stands for its family, or as a single structure."""
+    if isinstance(candidate, str):
+        return structures().get(candidate) or parse(candidate)
+    return candidate
+
+
+def _expanded(candidates: Sequence[Candidate] | None, site: Site, price: CostFunction, levels: int) -> list[Structure]:
+    """The structures that candidates stand for at a layer's sizes."""
     linear = site.read()
     sizes = linear.in_features, linear.out_features
     if candidates is None:
-        kinds = structures().values()
-        candidates = [cls for cls in kinds if (some := cls.default_candidates()) and not _shares(some[0], *sizes)]
-    found: list[Structure] = []
-    for candidate in candidates:
-        kind = structures().get(candidate) if isinstance(candidate, str) else candidate
-        if isinstance(kind, type):
-            found += _thinned(
-                list(kind.family(*sizes)), lambda member: price(member, *sizes), price(None, *sizes), levels
-            )
+        candidates = [
+            cls
+            for cls in structures().values()
+            if (members := cls.default_candidates()) and not members[0].chain(*sizes).shares_parameters
+        ]
+    expanded: list[Structure] = []
+    for family in map(as_family, candidates):
+        if isinstance(family, type):
+            costs = {member: price(member, *sizes) for member in family.family(*sizes)}
+            expanded += _thinned(costs, price(None, *sizes), levels)
         else:
-            found.append(parse(candidate) if isinstance(candidate, str) else candidate)  # type: ignore[arg-type]
-    return found
+            expanded.append(family)
+    return expanded
 
 
-def _thinned(
-    members: Sequence[Structure], cost: Callable[[Structure], float], dense: float, levels: int
-) -> list[Structure]:
-    """For each of some levels of cost the dearest member that it pays for, each once."""
-    ordered = sorted(members, key=cost)
-    found: dict[Structure, None] = {}
+def _thinned(costs: Mapping[Structure, float], dense: float, levels: int) -> list[Structure]:
+    """For each of some levels of cost the dearest member that fits it, each once."""
+    ordered = sorted(costs, key=lambda member: costs[member])
+    members: dict[Structure, None] = {}
     for level in range(1, levels + 1):
-        fits = [m for m in ordered if cost(m) <= dense * level / levels]
-        found |= dict.fromkeys(fits[-1:])
-    return list(found)
+        fits = [m for m in ordered if costs[m] <= dense * level / levels]
+        members |= dict.fromkeys(fits[-1:])
+    return list(members)
 
 
-def _shares(structure: Structure, d_in: int, d_out: int) -> bool:
-    return structure.chain(d_in, d_out).shares_parameters
+class _LayerOptions:
+    """The options of one layer that cost less than dense, and dense itself."""
+
+    def __init__(
+        self, site: Site, moments: Tensor | None, price: CostFunction, projections: ProjectionStore | None
+    ) -> None:
+        if site.refusal_reason:
+            raise PlanError(f"{site.name}: {site.refusal_reason}")
+        linear = site.read()
+        self.name, self.price, self.projections = site.name, price, projections
+        self.sizes = linear.in_features, linear.out_features
+        self.sweeps = 0 if moments is None else COMPARING_SWEEPS
+        self.target = Target.of(linear.weight, moments)
+        dense = price(None, *self.sizes)
+        self.choices = [Choice(site.name, DENSE, dense, dense, 0.0)]
+        self.typical: tuple[Draft, Projection] | None = None
+        """The option whose loss is nearest to `TYPICAL_LOSS`."""
+        self._typical_distance = math.inf
+
+    def add(self, members: Iterable[Structure]) -> None:
+        """Project these structures, those that cost less than dense."""
+        dense = self.choices[0].cost_before
+        for member in members:
+            after = self.price(member, *self.sizes)
+            if after >= dense:
+                continue
+            try:
+                start = draft(member, self.target)
+            except StructureError:
+                continue  # its rank is above the bound: a cheaper one is exact
+            refinable = refined(start, self.target, self.sweeps)
+            projection = finished(refinable, self.target)
+            choice = Choice(self.name, str(member), dense, after, projection.output_error**2, member)
+            self.choices.append(choice)
+            self._compare_with_typical(choice.loss, refinable, projection)
+            if self.projections is not None:
+                self.projections.offer(self.name, member, after, choice.loss, refinable)
+
+    def _compare_with_typical(self, loss: float, refinable: Draft, projection: Projection) -> None:
+        if loss > 0 and (distance := abs(math.log(loss / TYPICAL_LOSS))) < self._typical_distance:
+            self._typical_distance, self.typical = distance, (refinable, projection)
 
 
-def _near(member: Structure, linear: nn.Linear, moments: Tensor | None) -> Projection:
-    return project(member, linear.weight, moments=moments, sweeps=None if moments is None else SWEEPS)
-
-
-@torch.no_grad()
-def _options(site: Site, members: Sequence[Structure], moments: Tensor | None, price: Price) -> list[Choice]:
-    """Every option of a layer that is cheaper than dense, and dense itself."""
-    if site.refusal_reason:
-        raise PlanError(f"{site.name}: {site.refusal_reason}")
-    linear = site.read()
-    sizes = linear.in_features, linear.out_features
-    dense = price(None, *sizes)
-    found = [Choice(site.name, DENSE, dense, dense, 0.0)]
-    for member in members:
-        after = price(member, *sizes)
-        if after >= dense:
-            continue
-        try:
-            loss = _near(member, linear, moments)
-        except StructureError:
-            continue  # its rank is above the bound: a cheaper one is exact
-        found.append(Choice(site.name, str(member), dense, after, loss.output_error**2))
-    return found
-
-
-@torch.no_grad()
-def _effects(
-    model: nn.Module,
-    sites: Mapping[str, Site],
-    options: Mapping[str, list[Choice]],
-    moments: Mapping[str, Tensor],
-    batches: Sequence[Any],
-) -> dict[str, float]:
+class _AnswerEffect:
     """How much of a layer's loss shows in the model's answer, from one option put in its place alone."""
-    loss = distance_for(model)
-    wanted = [call(model, batch) for batch in batches]
-    effects: dict[str, float] = {}
-    for name, found in options.items():
-        some = min((c for c in found if c.loss > 0), key=lambda c: abs(math.log(c.loss / TYPICAL)), default=None)
-        if some is None or isinstance(sites[name].owner, nn.MultiheadAttention):
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        self.model, self.batches, self.loss = model, batches, distance_for(model)
+        self.references = [call(model, batch) for batch in batches]
+
+    @torch.no_grad()
+    def of(self, site: Site, option: Draft, projection: Projection) -> float:
+        """The distance of the answer from the original one, per loss of the layer."""
+        weight, bias = ops.dense(option.chain, list(projection.factors.values())), site.read().bias
+
+        def replaced(_: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], __: Any) -> Tensor:
+            return F.linear(arguments[0] if arguments else keywords["input"], weight, bias)
+
+        with removing(site.owner.register_forward_hook(replaced, with_kwargs=True)):
+            distances = [
+                float(self.loss(call(self.model, x), y, x)) for x, y in zip(self.batches, self.references, strict=True)
+            ]
+        return sum(distances) / len(distances) / max(projection.output_error**2, 1e-12)
+
+
+def allocate(options: Mapping[str, Sequence[Choice]], keep: float) -> dict[str, Choice]:
+    """The choice for each layer: `budget` without the plan."""
+    hulls = {name: _hull(choices) for name, choices in options.items()}
+    chosen = {name: hull[0] for name, hull in hulls.items()}
+    remaining = keep * sum(choices[0].cost_before for choices in options.values())
+    remaining -= sum(c.cost_after for c in chosen.values())
+    if remaining < -1e-9:
+        least = sum(c.cost_after for c in chosen.values()) / sum(c.cost_before for c in chosen.values())
+        raise PlanError(f"the cheapest options keep {least:.1%} already: ask for more than that, or add candidates")
+    steps = [(_slope(a, b), name, b) for name, hull in hulls.items() for a, b in pairwise(hull)]
+    stuck: set[str] = set()
+    for _, name, option in sorted(steps, key=lambda s: (s[0], s[1])):
+        increase = option.cost_after - chosen[name].cost_after
+        # A layer whose next step does not fit stays; its later steps would skip one.
+        if name in stuck or increase > remaining:
+            stuck.add(name)
             continue
-        linear = sites[name].read()
-        chain = parse(some.structure).chain(linear.in_features, linear.out_features)
-        near = _near(parse(some.structure), linear, moments.get(name))
-        weight = ops.dense(chain, list(near.factors.values()))
-
-        def instead(
-            _: nn.Module,
-            given: tuple[Any, ...],
-            named: Mapping[str, Any],
-            __: Any,
-            w: Tensor = weight,
-            b: Any = linear.bias,
-        ) -> Tensor:
-            return F.linear(given[0] if given else named["input"], w, b)
-
-        handle = sites[name].owner.register_forward_hook(instead, with_kwargs=True)
-        try:
-            apart = [float(loss(call(model, x), y, x)) for x, y in zip(batches, wanted, strict=True)]
-        finally:
-            handle.remove()
-        effects[name] = sum(apart) / len(apart) / max(near.output_error**2, 1e-12)
-    return effects
-
-
-TYPICAL = 0.05
-"""The loss at which a layer's effect on the answer is measured, or what comes nearest to it."""
-SWEEPS = 2
-"""Enough to compare options by; the plan that is chosen may be projected with more."""
+        chosen[name] = option
+        remaining -= increase
+    for name, choices in options.items():  # what is left over goes to options between the hull's corners
+        fits = [
+            c for c in choices if c.cost_after - chosen[name].cost_after <= remaining and c.loss < chosen[name].loss
+        ]
+        if fits:
+            best = min(fits, key=lambda c: c.loss)
+            remaining -= best.cost_after - chosen[name].cost_after
+            chosen[name] = best
+    return chosen
 
 
 def _hull(options: Sequence[Choice]) -> list[Choice]:
@@ -251,30 +337,3 @@ def _hull(options: Sequence[Choice]) -> list[Choice]:
 
 def _slope(cheap: Choice, dear: Choice) -> float:
     return (dear.loss - cheap.loss) / (dear.cost_after - cheap.cost_after)
-
-
-def _spend(options: Mapping[str, Sequence[Choice]], keep: float) -> dict[str, Choice]:
-    hulls = {name: _hull(found) for name, found in options.items()}
-    left = keep * sum(found[0].cost_before for found in options.values())
-    chosen = {name: hull[0] for name, hull in hulls.items()}
-    left -= sum(c.cost_after for c in chosen.values())
-    if left < -1e-9:
-        least = sum(c.cost_after for c in chosen.values()) / sum(c.cost_before for c in chosen.values())
-        raise PlanError(f"the cheapest options keep {least:.1%} already: ask for more than that, or add candidates")
-    steps = [(_slope(a, b), name, b) for name, hull in hulls.items() for a, b in pairwise(hull)]
-    stuck: set[str] = set()
-    for _, name, option in sorted(steps, key=lambda s: (s[0], s[1])):
-        more = option.cost_after - chosen[name].cost_after
-        # A layer whose next step does not fit stays; its later steps would skip one.
-        if name in stuck or more > left:
-            stuck.add(name)
-            continue
-        chosen[name] = option
-        left -= more
-    for name, found in options.items():  # what is left over, where a step between the hull's corners fits
-        fits = [c for c in found if c.cost_after - chosen[name].cost_after <= left and c.loss < chosen[name].loss]
-        if fits:
-            best = min(fits, key=lambda c: c.loss)
-            left -= best.cost_after - chosen[name].cost_after
-            chosen[name] = best
-    return chosen

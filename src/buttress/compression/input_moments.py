@@ -1,4 +1,4 @@
-"""What a model's linear layers are given: second moments of their inputs, gathered as data streams by."""
+"""Second moments of the inputs of a model's linear layers, accumulated as batches stream through it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from buttress.errors import PlanError
+from buttress.inspection.hooks import removing
 from buttress.inspection.names import first_match
-from buttress.inspection.sites import find_sites
+from buttress.inspection.sites import Site, find_sites
 
 
 @torch.no_grad()
@@ -23,69 +24,104 @@ def moments(
     run: Callable[[nn.Module, Any], object] | None = None,
     weigh: Callable[[Any], Tensor | None] | None = None,
 ) -> dict[str, Tensor]:
-    """E[x x^T] of the inputs x of each linear layer whose name matches a glob of `layers`: (d_in, d_in), float32.
+    """Measure E[x x^T] over the inputs x of each linear layer.
 
-    `batches` may be of any length: memory is that of one batch and of the moments. A batch that is a mapping is passed
-    as keywords, a tuple or list as arguments, anything else as the one argument; `run(model, batch)` does otherwise.
-    `weigh(batch)` gives a weight for each token, such as an attention mask, so that padding does not count in layers
-    whose inputs have its shape; a mapping's "attention_mask" is taken without asking.
+    The model runs in eval mode. Memory is that of one batch and of the moments, whatever the number of batches.
 
-    >>> seen = moments(model, loader)
-    >>> replace_(model, BTT(rank=4), init="project", moments=seen)
+    Args:
+        model: The model. It is not changed.
+        batches: Batches to run. A mapping is passed as keywords, a tuple or list as arguments, anything else as the
+            only argument.
+        layers: Globs of layer names.
+        run: Called as `run(model, batch)` where batches have to be passed in another way.
+        weigh: Called as `weigh(batch)`: a weight per token, such as an attention mask, or None. It applies to layers
+            whose inputs have its shape. Default: a mapping's "attention_mask".
+
+    Shape:
+        Each result: (d_in, d_in), in float32.
+
+    Returns:
+        The moments by layer name. Layers that no batch reached are missing.
+
+    Raises:
+        PlanError: If a glob matches no linear layer, or no batch reached any layer.
+
+    Example:
+        >>> inputs = bt.moments(model, loader)
+        >>> bt.replace_(model, bt.BTT(rank=4), init="project", moments=inputs)
     """
     sites = find_sites(model)
     matches = first_match(dict.fromkeys(layers), sites)
-    for glob, why in matches.unmatched.items():
-        raise PlanError(f"no linear layer matches {glob!r}: {why}")
-    chosen = matches.values
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, float] = {}
-    weights: Tensor | None = None
-    shared: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
+    for glob, reason in matches.unmatched.items():
+        raise PlanError(f"no linear layer matches {glob!r}: {reason}")
+    sums = _MomentSums()
+    with removing(*sums.hooks(sites[name] for name in matches.values)), evaluating(model):
+        for batch in batches:
+            sums.weights = (weigh or mask_of)(batch)
+            (run or call)(model, batch)
+            sums.end_batch()
+    means = sums.means()
+    if not means:
+        raise PlanError("no linear layer was reached: give at least one batch, and layers that the model uses")
+    return {name: means[name] for name in matches.values if name in means}
 
-    def gather(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-            x = given[0] if given else keywords.get("input")
+
+class _MomentSums:
+    """Sums of x x^T by layer, filled by forward hooks."""
+
+    def __init__(self) -> None:
+        self.weights: Tensor | None = None
+        """Of the tokens of the current batch."""
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, float] = {}
+        # One batch's moments by input tensor: q, k and v read the same one. The tensor is kept so that its id is too.
+        self._of_input: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
+
+    def hooks(self, sites: Iterable[Site]) -> list[torch.utils.hooks.RemovableHandle]:
+        """Start to read the inputs of these layers; attention that packs its projections cannot be read."""
+        return [
+            site.owner.register_forward_pre_hook(self._hook(site.name), with_kwargs=True)
+            for site in sites
+            if not isinstance(site.owner, nn.MultiheadAttention)
+        ]
+
+    def end_batch(self) -> None:
+        """Let go of the batch's inputs."""
+        self._of_input.clear()
+
+    def means(self) -> dict[str, Tensor]:
+        return {name: total / max(self._counts[name], 1.0) for name, total in self._sums.items()}
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]:
+        def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+            x = arguments[0] if arguments else keywords.get("input")
             if not isinstance(x, Tensor):
                 raise PlanError(
                     f"{name} was called with {type(x).__name__} instead of a tensor: leave it out of layers"
                 )
-            key = id(x), x._version
-            if key not in shared:  # q, k and v are given the same tensor
-                rows = x.detach().reshape(-1, x.shape[-1]).float()
-                count = float(len(rows))
-                if weights is not None and weights.shape == x.shape[:-1]:
-                    kept = weights.reshape(-1, 1).to(rows)
-                    rows, count = rows * kept.sqrt(), float(kept.sum())
-                shared[key] = x, rows.mT @ rows, count
-            _, product, count = shared[key]
-            sums[name] = sums[name] + product if name in sums else product.clone()
-            counts[name] = counts.get(name, 0.0) + count
+            total, count = self._moments_of(x)
+            self._sums[name] = self._sums[name] + total if name in self._sums else total.clone()
+            self._counts[name] = self._counts.get(name, 0.0) + count
 
         return hook
 
-    handles = [
-        sites[name].owner.register_forward_pre_hook(gather(name), with_kwargs=True)
-        for name in chosen
-        if not isinstance(sites[name].owner, nn.MultiheadAttention)
-    ]
-    try:
-        with evaluating(model):
-            for batch in batches:
-                weights = (weigh or mask_of)(batch)
-                (run or call)(model, batch)
-                shared.clear()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not sums:
-        raise PlanError("no linear layer was reached: give at least one batch, and layers that the model uses")
-    return {name: sums[name] / max(counts[name], 1.0) for name in chosen if name in sums}
+    def _moments_of(self, x: Tensor) -> tuple[Tensor, float]:
+        """Sum of x x^T over the tokens of an input, and their total weight."""
+        key = id(x), x._version
+        if key not in self._of_input:
+            rows = x.detach().reshape(-1, x.shape[-1]).float()
+            count = float(len(rows))
+            if self.weights is not None and self.weights.shape == x.shape[:-1]:
+                weights = self.weights.reshape(-1, 1).to(rows)
+                rows, count = rows * weights.sqrt(), float(weights.sum())
+            self._of_input[key] = x, rows.mT @ rows, count
+        _, total, count = self._of_input[key]
+        return total, count
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in eval mode; afterwards each of its modules is in the mode that it had."""
+    """Put a model in eval mode; afterwards each of its modules is in the mode that it had."""
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
     try:
@@ -96,7 +132,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """A model on a batch: keywords of a mapping, arguments of a tuple or list, else the one argument."""
+    """Run a model on a batch: a mapping as keywords, a tuple or list as arguments, else as the only argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -104,5 +140,5 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 def mask_of(batch: Any) -> Tensor | None:
     """The attention mask of a batch, if it has one."""
-    found = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return found if isinstance(found, Tensor) else None
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) else None

@@ -1,4 +1,4 @@
-"""Which structure to take for a layer of given size on a given device, by the clock, and whether to take any."""
+"""Which structure is fastest for a layer of given size on a given device, and whether any beats nn.Linear."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from math import inf, log2
 import torch
 from torch import nn
 
+from buttress.core.chain import Chain
 from buttress.core.structures import Structure, parse, structures
 from buttress.errors import ButtressError, ShapeError
 from buttress.nn.linear import StructuredLinear
-from buttress.ops.speeds import Row, Times, store_rows, table
-from buttress.ops.speeds import dtype_key as named
+from buttress.ops.speeds import Row, Times, dtype_key, store_rows, table
 from buttress.text_table import render
 
-NO_SLOWER = 1.05
+TOLERANCE = 1.05
 """A time within five percent of another counts as the same."""
-NEAR = 4.0
-"""Sizes up to this ratio away are scaled to the one asked for."""
+MAX_SCALING = 4.0
+"""A measured size stands for another up to this ratio in each of its numbers."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One structure for the layer asked about."""
+    """One structure for the layer in question."""
 
     structure: str
     implementation: str
     ms: float
     against_dense: float
-    """How many times faster than nn.Linear; below 1 it is slower."""
+    """Speedup over nn.Linear; below 1 it is slower."""
     parameters: int
     against_dense_parameters: float
     rank: int
@@ -42,26 +42,28 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """Options, fastest first, and what they come to."""
+    """What `advise` returns: options, fastest first, and which to take. `str` gives a table and a verdict."""
 
     d_in: int
     d_out: int
     tokens: int
     device: str
     what: str
+    """What was timed: a training step or the forward pass, and in which dtype."""
     dense_ms: float
+    """Milliseconds of nn.Linear."""
     options: tuple[Option, ...]
 
     @property
     def fastest(self) -> Option | None:
         """The fastest option, or None where nn.Linear is no slower."""
         best = self.options[0] if self.options else None
-        return best if best and best.against_dense > NO_SLOWER else None
+        return best if best and best.against_dense > TOLERANCE else None
 
     @property
     def largest(self) -> Option | None:
         """The option with the most parameters among those no slower than nn.Linear."""
-        fits = [o for o in self.options if o.against_dense * NO_SLOWER >= 1]
+        fits = [o for o in self.options if o.against_dense * TOLERANCE >= 1]
         return max(fits, key=lambda o: (o.parameters, o.against_dense), default=None)
 
     @property
@@ -75,7 +77,7 @@ class Advice:
         return "\n".join(lines)
 
     def verdict(self) -> str:
-        """One or two sentences."""
+        """The advice in one or two sentences."""
         if self.fastest is None:
             return "Stay dense: no structure here saves time. Fewer parameters may still be reason enough."
         text = f"{self.fastest.structure} is fastest: {self.fastest.against_dense:.3g} times faster than nn.Linear."
@@ -85,6 +87,67 @@ class Advice:
                 f"({self.largest.parameters:,}, {self.largest.against_dense:.3g} times faster)."
             )
         return text
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """A device whose speeds are measured, or looked up where it is not in this machine."""
+
+    name: str
+    device: torch.device | None
+    """None: only the table of a GPU by this name is available."""
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        return torch.float32 if self.device is not None and self.device.type == "cpu" else torch.bfloat16
+
+    @classmethod
+    def of(cls, device: torch.device | str | None) -> _Machine:
+        """A torch device, by default a GPU if there is one, or the name of a GPU with a table."""
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            local = torch.device(device)
+        except RuntimeError:
+            if not table(str(device)):
+                raise ButtressError(
+                    f"{device!r} is neither a torch device nor a GPU with a table of measured speeds: "
+                    "give 'cuda', 'cpu', or a GPU's name such as 'NVIDIA H200'"
+                ) from None
+            return cls(str(device), None)
+        if local.type == "cuda" and not torch.cuda.is_available():
+            raise ButtressError(f"{device!r} was asked for, but torch sees no GPU here: give the name of a GPU instead")
+        if local.type not in ("cuda", "cpu"):
+            raise ButtressError(f"speeds are measured on cuda and cpu, not on {local.type}")
+        return cls(torch.cuda.get_device_name(local) if local.type == "cuda" else "this machine's CPU", local)
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """One structure's measured row, and what it is based on."""
+
+    chain: Chain
+    row: Row
+    basis: str
+
+    def linear_ms(self, *, training: bool, compiled: bool) -> float:
+        """Milliseconds of nn.Linear."""
+        return self.row.linear.of(training=training, launched=compiled)
+
+    def option(self, *, training: bool, compiled: bool) -> Option:
+        """The fastest implementation, compared with nn.Linear."""
+        ms = {name: times.of(training=training, launched=compiled) for name, times in self.row.times.items()}
+        best = min(ms, key=lambda name: ms[name])
+        return Option(
+            structure=self.row.structure,
+            implementation=best,
+            ms=ms[best],
+            against_dense=self.linear_ms(training=training, compiled=compiled) / ms[best],
+            parameters=self.chain.params,
+            against_dense_parameters=self.chain.params / (self.chain.d_in * self.chain.d_out),
+            rank=self.chain.max_rank,
+            basis=self.basis,
+        )
 
 
 def advise(
@@ -98,51 +161,44 @@ def advise(
     training: bool = True,
     compiled: bool = True,
 ) -> Advice:
-    """Time every candidate for a layer of d_in inputs and d_out outputs on so many tokens, and say what to take.
+    """Compare the speed of structures for one layer, and say which to take.
 
-    `device` is a device of this machine, where what the table lacks is measured now and kept, or the name of a
-    card with a table ("NVIDIA H200"), where times are looked up and, if need be, scaled from the nearest size.
-    `compiled=False` counts the time that Python takes to launch things; `training=False` is the forward pass alone.
+    Args:
+        d_in: Inputs of the layer.
+        d_out: Outputs of the layer.
+        tokens: Tokens at a time.
+        device: A device of this machine, where what its table lacks is measured now and kept; or the name of a GPU
+            with a table ("NVIDIA H200"), where times are looked up and, if need be, scaled from the nearest size.
+            Default: "cuda" if there is a GPU, else "cpu".
+        dtype: What the layer computes in. Default: bfloat16 on a GPU, float32 on a CPU.
+        candidates: Structures or their texts. Default: a few of every structure.
+        training: Time a training step; otherwise the forward pass alone.
+        compiled: Leave out the time that Python takes to launch kernels.
 
-    >>> print(bt.advise(4096, 4096, 32768, device="NVIDIA H200"))
+    Returns:
+        The options, fastest first.
+
+    Raises:
+        ShapeError: If a size is not an integer of at least 1.
+        ButtressError: If there are no candidates, the device is unknown, or its table has nothing near these sizes.
+
+    Example:
+        >>> print(bt.advise(4096, 4096, 32768, device="NVIDIA H200"))
     """
-    for label, value in (("d_in", d_in), ("d_out", d_out), ("tokens", tokens)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ShapeError(f"{label} must be an integer >= 1, got {value!r}")
-    asked = (
-        list(candidates)
-        if candidates is not None
-        else [s for c in structures().values() for s in c.default_candidates()]
+    _check_sizes(d_in, d_out, tokens)
+    chosen = (
+        _default_candidates() if candidates is None else [parse(c) if isinstance(c, str) else c for c in candidates]
     )
-    chosen = [parse(c) if isinstance(c, str) else c for c in asked]
     if not chosen:
         raise ButtressError("there is nothing to compare: give at least one candidate, such as BTT(rank=2)")
-    where = _local(device)
-    if where is None:
-        name = str(device)
-        kind = dtype or torch.bfloat16
-        found = [_scaled(s, d_in, d_out, tokens, kind, name) for s in chosen]
-    else:
-        kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
-        name, found = _measured(chosen, d_in, d_out, tokens, kind, where)
-    rows = [(s, *f) for s, f in zip(chosen, found, strict=True) if f is not None]
-    if not rows:
-        raise ButtressError(
-            f"nothing near {d_in} -> {d_out} in {kind} was measured on {name}: ask on a machine that has the card, "
-            "with device='cuda', or for sizes nearer to those of its table"
-        )
-    linear = min(r.linear.of(training=training, launched=compiled) for _, r, _ in rows)
-    options = []
-    for structure, row, basis in rows:
-        took = {n: t.of(training=training, launched=compiled) for n, t in row.times.items()}
-        best = min(took, key=lambda n: took[n])
-        against = row.linear.of(training=training, launched=compiled) / took[best]
-        chain = structure.chain(d_in, d_out)
-        share = chain.params / (d_in * d_out)
-        options.append(Option(str(structure), best, took[best], against, chain.params, share, chain.max_rank, basis))
-    what = f"{'a training step' if training else 'forward'}, {str(kind).removeprefix('torch.')}"
+    machine = _Machine.of(device)
+    dtype = dtype or machine.default_dtype
+    timings = _timings(machine, chosen, d_in, d_out, tokens, dtype)
+    linear_ms = min(t.linear_ms(training=training, compiled=compiled) for t in timings)
+    options = [t.option(training=training, compiled=compiled) for t in timings]
+    what = f"{'a training step' if training else 'forward'}, {str(dtype).removeprefix('torch.')}"
     what += "" if compiled else ", launched by Python"
-    return Advice(d_in, d_out, tokens, name, what, linear, tuple(sorted(options, key=lambda o: o.ms)))
+    return Advice(d_in, d_out, tokens, machine.name, what, linear_ms, tuple(sorted(options, key=lambda o: o.ms)))
 
 
 def timed(
@@ -152,134 +208,168 @@ def timed(
     dtype: torch.dtype | None = None,
     training: bool = False,
 ) -> Callable[[Structure | None, int, int], float]:
-    """A cost for `curves`: milliseconds of a layer on so many tokens, measured here or looked up, as `advise` does.
+    """A cost for `curves`: the milliseconds of a layer, measured or looked up as `advise` does.
 
-    What a card's table knows nothing of costs infinitely much, so that it is never chosen.
+    Args:
+        tokens: Tokens at a time.
+        device: As for `advise`.
+        dtype: As for `advise`.
+        training: Time a training step; otherwise the forward pass alone.
 
-    >>> options = curves(model, cost=timed(16384, device="NVIDIA H200"))
+    Returns:
+        A function of a structure (None for nn.Linear), d_in and d_out. A structure that a GPU's table does not know
+        costs infinity, so that it is never chosen.
+
+    Raises:
+        ButtressError: If the device is unknown; from the function, if a table has nothing near a layer's sizes.
+
+    Example:
+        >>> options = bt.curves(model, cost=bt.timed(16384, device="NVIDIA H200"))
     """
+    machine = _Machine.of(device)
+
+    def timings(candidates: Sequence[Structure], d_in: int, d_out: int) -> list[_Timing]:
+        _check_sizes(d_in, d_out, tokens)
+        return _timings(machine, candidates, d_in, d_out, tokens, dtype or machine.default_dtype)
 
     @lru_cache(maxsize=4096)
-    def price(structure: Structure | None, d_in: int, d_out: int) -> float:
-        some: list[Structure] | None = None  # nn.Linear stands in every row of a table
-        if structure is not None:
-            some = [structure]
-        elif _local(device) is not None:
-            some = [s for c in structures().values() for s in c.default_candidates()][:1]
+    def milliseconds(structure: Structure | None, d_in: int, d_out: int) -> float:
+        if structure is None:
+            # Every row has the time of nn.Linear: a measured one is enough, of a table's rows any may be the only one.
+            candidates = _default_candidates()[: None if machine.device is None else 1]
+            return min(t.linear_ms(training=training, compiled=True) for t in timings(candidates, d_in, d_out))
         try:
-            found = advise(d_in, d_out, tokens, device=device, dtype=dtype, candidates=some, training=training)
+            return timings([structure], d_in, d_out)[0].option(training=training, compiled=True).ms
         except ButtressError:
-            if structure is None:
-                raise
             return inf
-        return found.dense_ms if structure is None else found.options[0].ms
 
-    return price
+    return milliseconds
 
 
 def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None) -> list[Option]:
-    """Measure every distinct structured layer of a model on the GPU it is on, so that each takes what is fastest there.
+    """Time every distinct structured layer of a model on its GPU, so that each uses the implementation fastest there.
 
-    Rows are kept in the user's table and used from then on, in this process and in later ones. `dtype` is what the
-    layers compute in, if autocast makes that another than their own.
+    The times are kept in the user's table and apply from then on, in this process and in later ones.
+
+    Args:
+        model: A model on a GPU.
+        tokens: Tokens at a time.
+        dtype: What the layers compute in, if autocast makes it another than their own.
+
+    Returns:
+        One option per distinct layer.
+
+    Raises:
+        ButtressError: If the model has no structured layers, or is not on a GPU.
+
+    Example:
+        >>> bt.calibrate(model, tokens=16384, dtype=torch.bfloat16)
     """
     from buttress.ops.measuring import measure_layer
 
-    layers = {}
-    for m in model.modules():
-        if isinstance(m, StructuredLinear):
-            weight = next(iter(m.factors.values()))
-            layers[str(m.structure), m.in_features, m.out_features, weight.dtype, weight.device] = m
+    layers: dict[tuple[object, ...], StructuredLinear] = {}
+    for module in model.modules():
+        if isinstance(module, StructuredLinear):
+            weight = next(iter(module.factors.values()))
+            key = str(module.structure), module.in_features, module.out_features, weight.dtype, weight.device
+            layers[key] = module
     if not layers:
         raise ButtressError("the model has no structured layers: replace_ some first")
     options = []
-    for (label, d_in, d_out, own, device), layer in layers.items():
-        if device.type != "cuda":
-            raise ButtressError(f"layers are calibrated on a GPU, but this model is on {device}")
-        row = measure_layer(layer.chain, label, tokens, dtype or own, device)
-        took = row.times[row.best].both
-        chain = layer.chain
-        share = chain.params / (d_in * d_out)
-        where = f"{d_in} -> {d_out}, measured"
-        options.append(
-            Option(label, row.best, took, row.linear.both / took, chain.params, share, chain.max_rank, where)
-        )
-        store_rows(torch.cuda.get_device_name(device), [row])
+    for layer in layers.values():
+        weight = next(iter(layer.factors.values()))
+        if weight.device.type != "cuda":
+            raise ButtressError(f"layers are calibrated on a GPU, but this model is on {weight.device}")
+        row = measure_layer(layer.chain, str(layer.structure), tokens, dtype or weight.dtype, weight.device)
+        timing = _Timing(layer.chain, row, f"{layer.in_features} -> {layer.out_features}, measured")
+        options.append(timing.option(training=True, compiled=True))
+        store_rows(torch.cuda.get_device_name(weight.device), [row])
     return options
 
 
-def _local(device: torch.device | str | None) -> torch.device | None:
-    """A device of this machine, or None for the name of a card."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        where = torch.device(device)
-    except RuntimeError:
-        if not table(str(device)):
-            raise ButtressError(
-                f"{device!r} is neither a device of torch nor a card with a table of measured speeds"
-            ) from None
-        return None
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ButtressError(f"{device!r} was asked for, but torch sees no GPU here: give the name of a card instead")
-    if where.type not in ("cuda", "cpu"):
-        raise ButtressError(f"speeds are measured on cuda and cpu, not on {where.type}")
-    return where
+def _check_sizes(d_in: int, d_out: int, tokens: int) -> None:
+    for label, value in (("d_in", d_in), ("d_out", d_out), ("tokens", tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ShapeError(f"{label} must be an integer >= 1, got {value!r}")
 
 
-Found = tuple[Row, str]
+def _default_candidates() -> list[Structure]:
+    return [member for cls in structures().values() for member in cls.default_candidates()]
+
+
+def _timings(
+    machine: _Machine, candidates: Sequence[Structure], d_in: int, d_out: int, tokens: int, dtype: torch.dtype
+) -> list[_Timing]:
+    """The times of every candidate, without those that a table does not know; at least one."""
+    if machine.device is not None:
+        return _measured(candidates, d_in, d_out, tokens, dtype, machine.device, machine.name)
+    scaled = (_scaled(structure, d_in, d_out, tokens, dtype, machine.name) for structure in candidates)
+    timings = [timing for timing in scaled if timing is not None]
+    if not timings:
+        raise ButtressError(
+            f"nothing near {d_in} -> {d_out} in {dtype} was measured on {machine.name}: ask on a machine that has the "
+            "GPU, with device='cuda', or for sizes nearer to those of its table"
+        )
+    return timings
 
 
 def _measured(
-    chosen: Sequence[Structure], d_in: int, d_out: int, tokens: int, dtype: torch.dtype, device: torch.device
-) -> tuple[str, list[Found | None]]:
-    """Rows of the table, those that it lacks measured now. A CPU's are not kept: it is never twice as busy."""
+    candidates: Sequence[Structure],
+    d_in: int,
+    d_out: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+) -> list[_Timing]:
+    """Rows of the table, those that it lacks measured now. A CPU's are not kept: its load varies too much."""
     from buttress.ops.measuring import measure_layer
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
-    known = {row.key: row for row in table(name)}
-    rows: list[Row] = []
-    fresh: list[Row] = []
-    linear: Times | None = None
-    for structure in chosen:
-        row = known.get((str(structure), d_in, d_out, tokens, named(dtype)))
+    rows = {row.key: row for row in table(name)}
+    timings: list[_Timing] = []
+    new_rows: list[Row] = []
+    for structure in candidates:
+        chain = structure.chain(d_in, d_out)
+        row = rows.get((str(structure), d_in, d_out, tokens, dtype_key(dtype)))
         if row is None:
-            row = measure_layer(structure.chain(d_in, d_out), str(structure), tokens, dtype, device, linear=linear)
-            fresh.append(row)
-            linear = row.linear
-        rows.append(row)
-    if fresh and device.type == "cuda":
-        store_rows(name, fresh)
-    return name, [(row, "measured") for row in rows]
+            linear = new_rows[-1].linear if new_rows else None  # nn.Linear is measured once
+            row = measure_layer(chain, str(structure), tokens, dtype, device, linear=linear)
+            new_rows.append(row)
+        timings.append(_Timing(chain, row, "measured"))
+    if new_rows and device.type == "cuda":
+        store_rows(name, new_rows)
+    return timings
 
 
-def _scaled(structure: Structure, d_in: int, d_out: int, tokens: int, dtype: torch.dtype, device: str) -> Found | None:
+def _scaled(
+    structure: Structure, d_in: int, d_out: int, tokens: int, dtype: torch.dtype, device: str
+) -> _Timing | None:
     """The nearest measured row of this structure, its times scaled by what has to be moved or multiplied."""
 
-    def steps(row: Row) -> list[float]:
+    def distances(row: Row) -> list[float]:
         return [abs(log2(a / b)) for a, b in ((row.d_in, d_in), (row.d_out, d_out), (row.tokens, tokens))]
 
-    alike = [r for r in table(device) if r.structure == str(structure) and r.dtype == named(dtype)]
-    near = [r for r in alike if max(steps(r)) <= log2(NEAR)]
-    if not near:
+    rows = [r for r in table(device) if r.structure == str(structure) and r.dtype == dtype_key(dtype)]
+    rows = [r for r in rows if max(distances(r)) <= log2(MAX_SCALING)]
+    if not rows:
         return None
-    row = min(near, key=lambda r: sum(steps(r)))
+    chain = structure.chain(d_in, d_out)
+    row = min(rows, key=lambda r: sum(distances(r)))
     if row.key[1:4] == (d_in, d_out, tokens):
-        return row, "measured"
-    moved = _moved(structure, d_in, d_out, tokens) / _moved(structure, row.d_in, row.d_out, row.tokens)
+        return _Timing(chain, row, "measured")
+    moved = _numbers_moved(chain, tokens) / _numbers_moved(structure.chain(row.d_in, row.d_out), row.tokens)
     work = tokens * d_in * d_out / (row.tokens * row.d_in * row.d_out)
     times = {name: _stretched(t, moved) for name, t in row.times.items()}
     linear = _stretched(row.linear, work)
     scaled = Row(row.structure, d_in, d_out, tokens, row.dtype, row.signature, linear, times, row.tuning)
-    return scaled, f"scaled from {row.d_in} -> {row.d_out}, {row.tokens:,} tokens"
+    return _Timing(chain, scaled, f"scaled from {row.d_in} -> {row.d_out}, {row.tokens:,} tokens")
 
 
-def _stretched(times: Times, by: float) -> Times:
-    return Times(*(by * t for t in astuple(times)))
+def _stretched(times: Times, ratio: float) -> Times:
+    return Times(*(ratio * t for t in astuple(times)))
 
 
-def _moved(structure: Structure, d_in: int, d_out: int, tokens: int) -> int:
-    """Numbers that a step has to move: the ends, twice what lies between the factors, and the factors."""
-    chain = structure.chain(d_in, d_out)
-    between = sum(chain.size(f.batch_axes + f.shared_axes + f.out_axes) for f in chain.factors[:-1])
-    return tokens * (d_in + d_out + 2 * between) + chain.params
+def _numbers_moved(chain: Chain, tokens: int) -> int:
+    """Numbers that a step reads or writes: inputs, outputs, intermediates twice, and the factors."""
+    intermediates = sum(chain.size(f.batch_axes + f.shared_axes + f.out_axes) for f in chain.factors[:-1])
+    return tokens * (chain.d_in + chain.d_out + 2 * intermediates) + chain.params

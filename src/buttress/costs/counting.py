@@ -1,7 +1,7 @@
 """What a model costs: parameters, multiply-accumulates, and memory that the backward pass needs.
 
-MACs come from torch's own FlopCounterMode, and activation bytes from what autograd saves, both on a
-forward pass with fake tensors: nothing is computed, nothing is allocated.
+MACs come from torch's own FlopCounterMode, and activation bytes from what autograd saves. Both are counted in a forward
+pass with fake tensors: nothing is computed, nothing is allocated.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from buttress.inspection.hooks import Handle, removing
 from buttress.inspection.names import modules
 from buttress.nn.structured import Structured
 from buttress.ops.flops import register
@@ -37,12 +38,16 @@ class CostRow:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one forward pass on the given inputs, and of what it keeps for the backward pass."""
+    """The cost of one forward pass, and of what it keeps for the backward pass. `str` gives a table."""
 
     params: int
+    """Each parameter counted once."""
     macs: int
+    """Multiply-accumulates of the forward pass."""
     activation_bytes: int
+    """Of the tensors that autograd saves for the backward pass."""
     rows: tuple[CostRow, ...]
+    """Every module with a cost of its own; they add up to the totals."""
 
     @property
     def flops(self) -> int:
@@ -59,113 +64,120 @@ class Cost:
 
 
 def cost(model: nn.Module, *example_inputs: Any) -> Cost:
-    """Count a forward pass of `model(*example_inputs)`; the model may be on the meta device.
+    """Count the parameters, MACs and activation memory of `model(*example_inputs)`.
 
-    Law: macs = FlopCounterMode's count / 2. Activation bytes are those of the tensors that autograd
-    saves, each storage once, parameters and buffers not counted, in the model's present mode
-    (train or eval) with gradients on.
+    Law: macs = FlopCounterMode's count / 2. Activation bytes are those of the tensors that autograd saves, each storage
+    once, without parameters and buffers, in the model's present mode (train or eval) with gradients enabled.
+
+    Args:
+        model: The model. It is not changed, and may be on the meta device.
+        *example_inputs: What to call it with.
+
+    Returns:
+        The totals, and a row for every module with a cost of its own.
+
+    Example:
+        >>> bt.cost(model, torch.zeros(1, 128, dtype=torch.long)).macs
     """
     register()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # A copy with fake parameters; the model itself is not touched, and other tensors in it stay real.
     memo = {id(t): fake.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
-    stand_in = copy.deepcopy(model, memo)
+    fake_model = copy.deepcopy(model, memo)
     inputs = tree_map_only(Tensor, fake.from_tensor, example_inputs)
     try:
         with fake:
-            return _count(stand_in, inputs)
+            return _count(fake_model, inputs)
     except Exception:
         if any(p.is_meta for p in model.parameters()):
             raise
-        # The model looks at values, which fake tensors do not have (or is broken, which this will tell).
+        # The model reads values, which fake tensors do not have (or is broken, in which case this raises, too).
         return _count(copy.deepcopy(model), example_inputs)
 
 
 def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
-    from torch.utils.flop_counter import FlopCounterMode
+    counter = _Counter(model)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(removing(*counter.hooks(model)))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda t: t))
+        stack.enter_context(counter.flops)
+        output = model(*inputs)
+        counter.charge()
+    # The graph holds what it saved until here.
+    del output
+    return Cost(
+        params=sum(p.numel() for p in model.parameters()),
+        macs=sum(counter.macs.values()),
+        activation_bytes=sum(counter.saved_bytes.values()),
+        rows=tuple(_rows(model, counter.macs, counter.saved_bytes)),
+    )
 
-    counter = FlopCounterMode(display=False)
-    saved: dict[str, int] = defaultdict(int)
-    macs: dict[str, int] = defaultdict(int)
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    seen: set[int] = set(own)
-    alive: list[Tensor] = []
-    path = [""]
 
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            alive.append(t)  # or its address could be given to another
-            saved[path[-1]] += storage.nbytes()
-        return t
+class _Counter:
+    """MACs and saved bytes of a forward pass, by the name of the module that was running."""
 
-    last = 0
+    def __init__(self, model: nn.Module) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
 
-    def charge() -> None:
-        """Book the arithmetic since the last change of module to the module that was on top."""
-        nonlocal last
-        now = counter.get_total_flops()
-        macs[path[-1]] += (now - last) // 2
-        last = now
+        self.flops = FlopCounterMode(display=False)
+        self.macs: dict[str, int] = defaultdict(int)
+        self.saved_bytes: dict[str, int] = defaultdict(int)
+        self._storages = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        """Those that are counted already, or not at all."""
+        self._saved: list[Tensor] = []
+        self._running = [""]
+        self._charged_flops = 0
 
-    @contextmanager
-    def hooks() -> Iterator[None]:
-        handles = []
+    def hooks(self, model: nn.Module) -> list[Handle]:
+        """Follow which module is running."""
+        handles: list[Handle] = []
         for name, module in modules(model):
             if not name:
                 continue
 
-            def enter(_m: nn.Module, _x: Any, name: str = name) -> None:
-                charge()
-                path.append(name)
+            def enter(_module: nn.Module, _arguments: Any, name: str = name) -> None:
+                self.charge()
+                self._running.append(name)
 
-            def leave(_m: nn.Module, _x: Any, _y: Any) -> None:
-                charge()
-                path.pop()
+            def leave(_module: nn.Module, _arguments: Any, _output: Any) -> None:
+                self.charge()
+                self._running.pop()
 
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return handles
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(hooks())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
-        stack.enter_context(counter)
-        output = model(*inputs)
-        charge()
-    # The graph holds what it saved until here.
-    del output
-    rows = _rows(model, macs, saved)
-    return Cost(
-        params=sum(p.numel() for p in model.parameters()),
-        macs=sum(macs.values()),
-        activation_bytes=sum(saved.values()),
-        rows=tuple(rows),
-    )
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count what autograd saves, each storage once."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self._saved.append(tensor)  # or its address could be given to another
+            self.saved_bytes[self._running[-1]] += storage.nbytes()
+        return tensor
+
+    def charge(self) -> None:
+        """Charge the arithmetic since the last change of module to the module that was running."""
+        total = self.flops.get_total_flops()
+        self.macs[self._running[-1]] += (total - self._charged_flops) // 2
+        self._charged_flops = total
 
 
-def _rows(model: nn.Module, macs: dict[str, int], saved: dict[str, int]) -> Iterator[CostRow]:
+def _rows(model: nn.Module, macs: dict[str, int], saved_bytes: dict[str, int]) -> Iterator[CostRow]:
     counted: set[int] = set()
     hidden: tuple[str, ...] = ()
     for name, module in modules(model):
         if name.startswith(hidden):
             continue
-        whole = isinstance(module, Structured)
-        if whole:
+        structured = isinstance(module, Structured)
+        if structured:
             hidden += (f"{name}.",)
-        mine = [p for p in module.parameters(recurse=whole) if id(p) not in counted]
-        counted |= {id(p) for p in mine}
-        params = sum(p.numel() for p in mine)
-        if params or macs[name] or saved[name]:
-            kind = (
-                f"{type(module).__name__}({module.structure})"
-                if isinstance(module, Structured)
-                else type(module).__name__
-            )
-            yield CostRow(name or "(model)", kind, params, macs[name], saved[name])
+        own = [p for p in module.parameters(recurse=structured) if id(p) not in counted]
+        counted |= {id(p) for p in own}
+        params = sum(p.numel() for p in own)
+        if params or macs[name] or saved_bytes[name]:
+            kind = type(module).__name__
+            if isinstance(module, Structured):
+                kind += f"({module.structure})"
+            yield CostRow(name or "(model)", kind, params, macs[name], saved_bytes[name])

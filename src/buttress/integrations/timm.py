@@ -3,7 +3,7 @@
     buttress.vision.save(model, "small")
     model = buttress.vision.load("small")
 
-A folder is timm's own (config.json and model.safetensors) with the plan beside them. Nothing is unpickled.
+A folder has timm's own files (config.json and model.safetensors) and the plan. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from buttress.errors import ButtressError, MissingExtraError, PlanError
 from buttress.files import new_folder
-from buttress.surgery import Plan
+from buttress.integrations.plan_file import read_plan, write_plan
 
 try:
     import timm
@@ -28,13 +28,23 @@ try:
 except ImportError as error:
     raise MissingExtraError(f"buttress.vision needs timm: pip install 'buttress[vision]' ({error})") from error
 
-PLAN = "buttress-plan.json"
-
 
 def save(model: nn.Module, folder: Path | str, **model_args: Any) -> Path:
-    """A timm model into a new folder, whole or not at all.
+    """Save a timm model to a new folder, completely or not at all.
 
-    `model_args` are what `create_model` was given besides the name; timm does not remember it.
+    Args:
+        model: The model, structured or not.
+        folder: The folder to write. It must not exist, or be empty.
+        **model_args: What `timm.create_model` was called with besides the name; timm does not record it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        PlanError: If the folder is not empty.
+
+    Example:
+        >>> buttress.vision.save(model, "small", img_size=32)
     """
     with new_folder(folder) as part:
         fill(model, part, model_args)
@@ -42,36 +52,69 @@ def save(model: nn.Module, folder: Path | str, **model_args: Any) -> Path:
 
 
 def fill(model: nn.Module, folder: Path, model_args: Mapping[str, Any]) -> None:
-    """Config, weights and plan into a folder that exists."""
+    """Write config, weights and plan of a timm model into an existing folder.
+
+    Args:
+        model: The model.
+        folder: The folder, whose files of the same names are overwritten.
+        model_args: What `timm.create_model` was called with besides the name.
+
+    Example:
+        >>> buttress.vision.fill(model, Path("small"), buttress.vision.model_args(Path("original")))
+    """
     save_for_hf(model, str(folder), model_args=dict(model_args), safe_serialization=True)
-    (folder / PLAN).write_text(Plan.of(model).to_json() + "\n", encoding="utf-8")
+    write_plan(model, folder)
 
 
 def model_args(folder: Path) -> dict[str, Any]:
-    """What a folder's config says that the model was made with."""
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_args") or {}
-    return found
+    """What a folder's model was created with besides its name, according to config.json.
+
+    Args:
+        folder: A timm model folder.
+
+    Returns:
+        Keywords for `timm.create_model`; empty where none are recorded.
+
+    Example:
+        >>> buttress.vision.model_args(Path("small"))
+        {'img_size': 32}
+    """
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config.get("model_args") or {}
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
-    """The model of such a folder, structured or not; timm's own folders are read too."""
-    where = Path(folder)
+    """Load the model in a timm folder, structured or not.
+
+    Args:
+        folder: A folder that `save` or timm has written.
+        device: Where to put the model.
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        PlanError: If the folder does not hold a timm model in safetensors, or its plan does not fit.
+
+    Example:
+        >>> model = buttress.vision.load("small")
+    """
+    source = Path(folder)
     try:
-        config: dict[str, Any] = json.loads((where / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
         options = {"num_classes": config["num_classes"]} if "num_classes" in config else {}
         model = timm.create_model(
             str(config["architecture"]),
             pretrained=False,
             pretrained_cfg=dict(config.get("pretrained_cfg") or {}),
-            **options | model_args(where),
+            **options | model_args(source),
         )
-        if (where / PLAN).is_file():
-            plan = Plan.from_json((where / PLAN).read_text(encoding="utf-8"))
-            if plan.entries:
-                plan.apply_(model)
-        model.load_state_dict(load_file(where / "model.safetensors"))
+        plan = read_plan(source)
+        if plan is not None and plan.entries:
+            plan.apply_(model)
+        model.load_state_dict(load_file(source / "model.safetensors"))
     except ButtressError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise PlanError(f"{where} does not hold a timm model in safetensors: {error}") from error
+        raise PlanError(f"{source} does not hold a timm model in safetensors: {error}") from error
     return model.to(device).eval()

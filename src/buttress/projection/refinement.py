@@ -1,16 +1,17 @@
-"""Factors brought nearer to a matrix by alternating least squares, measured on the inputs that matter.
+"""Alternating least squares: bring factors nearer to a matrix, as measured on the inputs that matter.
 
-A chain is linear in each of its factors. With the others held, the best value of one solves normal equations,
-here by conjugate gradients with the blocks' own equations, turned around, as the preconditioner. Where blocks do
-not mix, as for the last factor of any chain without sharing, that is the exact solution in one step; otherwise it
-comes near it in a few. No step makes the error larger, and rounding is not allowed to either: the best is kept.
+A chain is linear in each of its factors. With the other factors fixed, the best value of one solves normal equations.
+They are solved by conjugate gradients, preconditioned with the inverse of each block's own equations. Where blocks do
+not mix, as for the last factor of any chain without sharing, one step gives the exact solution; elsewhere a few steps
+come near it. No sweep makes the error larger: the best factors are kept, so rounding cannot either.
 
-Inputs enter by their second moments H = E[x x^T] alone: with H = C C^T, what is minimised is |(A - B) C|.
+Inputs enter only through their second moments H = E[x x^T]: with H = C C^T, |(A - B) C| is minimized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,16 +20,38 @@ from buttress import ops
 from buttress.core.chain import Axes, Chain
 from buttress.errors import ShapeError
 
-STEPS = 6
-"""Most conjugate gradients for one factor; fewer where it is solved before."""
-SOLVED = 1e-6
-"""Part of the first gradient at which a factor counts as solved."""
-DAMPING = 1e-6
-"""Of a block's own equations, relative to their mean: they may be singular."""
+MAX_STEPS = 6
+"""Most conjugate gradient steps per factor; fewer where it is solved before."""
+TOLERANCE = 1e-6
+"""A factor is solved when its gradient has shrunk by this; sweeps have converged when one gains less than this."""
+RIDGE = 1e-6
+"""Added to the diagonal of a block's equations, relative to its mean: they may be singular."""
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """Refined factors, and whether more sweeps would change them."""
+
+    factors: list[Tensor]
+    converged: bool
 
 
 def root(moments: Tensor, damping: float) -> Tensor:
-    """C with C C^T proportional to H + damping * mean(diagonal), in H's precision; the identity where H is zero."""
+    """A lower triangular C with C C^T proportional to H + damping * mean(diag H).
+
+    Args:
+        moments: Second moments H of the inputs.
+        damping: Multiple of the mean diagonal that is added to it.
+
+    Shape:
+        moments: (d_in, d_in). The result has the same shape and dtype.
+
+    Returns:
+        C, scaled so that H has a mean diagonal of 1; the scaled identity where H is zero.
+
+    Raises:
+        ShapeError: If H is not positive.
+    """
     wide = moments.double()
     eye = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
     size = wide.diagonal().abs().mean()
@@ -40,85 +63,94 @@ def root(moments: Tensor, damping: float) -> Tensor:
             "these second moments are not those of any inputs (not positive): gather them with moments(), "
             "or raise the damping"
         )
-    found: Tensor = lower.to(moments.dtype)
-    return found
+    rounded: Tensor = lower.to(moments.dtype)
+    return rounded
 
 
 @torch.no_grad()
-def refine(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor, sweeps: int) -> list[Tensor]:
-    """Factors for which chain(inputs) is nearer to `target`, both with a row for each input; never further."""
+def refine(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor, sweeps: int) -> Refinement:
+    """Bring chain(inputs) nearer to `target` by sweeps over the factors; never further away.
+
+    Each sweep depends only on the factors it starts from: two sweeps and then two more give the same bits as four.
+
+    Args:
+        chain: The chain of the factors.
+        factors: Where to start. They are not modified.
+        target: The wanted outputs.
+        inputs: The inputs, one per row.
+        sweeps: Most sweeps. Fewer are done where one no longer helps.
+
+    Shape:
+        target: (rows, d_out); inputs: (rows, d_in); factors: (blocks, d_out, d_in) each.
+    """
     best = [f.clone() for f in factors]
     least = _distance(chain, best, target, inputs)
-    now = [f.clone() for f in factors]
+    current = [f.clone() for f in factors]
     for _ in range(sweeps):
-        for i in reversed(range(len(now))):
-            now[i] = _solved(chain, now, i, target, inputs)
-        found = _distance(chain, now, target, inputs)
-        if not found < least:
-            break
-        best, gain, least = [f.clone() for f in now], 1 - found / least, found
-        if gain < SOLVED:
-            break
-    return best
+        for i in reversed(range(len(current))):
+            current[i] = best_factor(chain, current, i, target, inputs)
+        distance = _distance(chain, current, target, inputs)
+        if not distance < least:
+            return Refinement(best, converged=True)
+        best, gain, least = [f.clone() for f in current], 1 - distance / least, distance
+        if gain < TOLERANCE:
+            return Refinement(best, converged=True)
+    return Refinement(best, converged=False)
 
 
 def _distance(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor) -> float:
-    made = ops.apply(chain, inputs, factors, impl="bmm")
-    return float(torch.linalg.vector_norm(made.double() - target.double()))
+    outputs = ops.apply(chain, inputs, factors, impl="bmm")
+    return float(torch.linalg.vector_norm(outputs.double() - target.double()))
 
 
-def _solved(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor, inputs: Tensor) -> Tensor:
-    """Factor i at its best while the others stay."""
+def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor, inputs: Tensor) -> Tensor:
+    """Factor `i` at its best while the others stay: at most `MAX_STEPS` preconditioned conjugate gradient steps."""
     entering, leaving = _entering(chain, factors, i, inputs), _leaving(chain, factors, i, inputs)
-    own = [_inverse(side.mT @ side) for side in (leaving, entering)]
+    cholesky = [_regularized_cholesky(side.mT @ side) for side in (leaving, entering)]
 
-    def condition(gradient: Tensor) -> Tensor:
-        return torch.cholesky_solve(torch.cholesky_solve(gradient, own[0]).mT, own[1]).mT
+    def precondition(gradient: Tensor) -> Tensor:
+        return torch.cholesky_solve(torch.cholesky_solve(gradient, cholesky[0]).mT, cholesky[1]).mT
 
     with torch.enable_grad():
         factor = factors[i].detach().clone().requires_grad_()
-        made = ops.apply(chain, inputs, [*factors[:i], factor, *factors[i + 1 :]], impl="bmm")
+        outputs = ops.apply(chain, inputs, [*factors[:i], factor, *factors[i + 1 :]], impl="bmm")
 
-    def pull(outputs: Tensor) -> Tensor:
+    def transposed(residual: Tensor) -> Tensor:
         # The map is linear in the factor, so its transpose is the same wherever it is taken.
-        (gradient,) = torch.autograd.grad(made, factor, outputs, retain_graph=True)
+        (gradient,) = torch.autograd.grad(outputs, factor, residual, retain_graph=True)
         return gradient
 
-    def push(direction: Tensor) -> Tensor:
+    def forward(direction: Tensor) -> Tensor:
         return ops.apply(chain, inputs, [*factors[:i], direction, *factors[i + 1 :]], impl="bmm")
 
     value = factor.detach().clone()
-    gradient = pull(target - made.detach())
-    step = conditioned = condition(gradient)
+    gradient = transposed(target - outputs.detach())
+    step = conditioned = precondition(gradient)
     power = start = (gradient * conditioned).sum()
-    for _ in range(STEPS):
-        if not power > SOLVED**2 * start:
+    for _ in range(MAX_STEPS):
+        if not power > TOLERANCE**2 * start:
             break
-        moved = push(step)
-        length = power / moved.square().sum().clamp_min(torch.finfo(moved.dtype).tiny)
+        change = forward(step)
+        length = power / change.square().sum().clamp_min(torch.finfo(change.dtype).tiny)
         value += length * step
-        gradient = gradient - length * pull(moved)
-        conditioned = condition(gradient)
+        gradient = gradient - length * transposed(change)
+        conditioned = precondition(gradient)
         power, before = (gradient * conditioned).sum(), power
         step = conditioned + (power / before) * step
     return value
 
 
-def _inverse(own: Tensor) -> Tensor:
-    """Cholesky factors of blocks' equations, made regular."""
-    ridge = DAMPING * own.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(own.dtype).tiny)
-    eye = torch.eye(own.shape[-1], dtype=own.dtype, device=own.device)
-    lower, failed = torch.linalg.cholesky_ex(own + ridge[:, None, None] * eye)
+def _regularized_cholesky(equations: Tensor) -> Tensor:
+    """Cholesky factors of each block's equations with a ridge added."""
+    ridge = RIDGE * equations.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(equations.dtype).tiny)
+    eye = torch.eye(equations.shape[-1], dtype=equations.dtype, device=equations.device)
+    lower, failed = torch.linalg.cholesky_ex(equations + ridge[:, None, None] * eye)
     # A block that cannot be inverted is left unconditioned: slower, not wrong.
     return torch.where((failed == 0)[:, None, None], lower, eye)
 
 
-def _numbers(chain: Chain) -> dict[str, int]:
-    return {a: i for i, a in enumerate(chain.sizes, start=1)}
-
-
 def _rows(chain: Chain, tensor: Tensor, first: Axes, rest: Axes) -> Tensor:
-    """(anything, *axes) already in the order (first, others, rest), as (first, anything and others, rest)."""
+    """(rows, *axes), ordered (first, others, rest), as (first, rows and others, rest)."""
     blocks, width = chain.size(first), chain.size(rest)
     return tensor.flatten(1).reshape(tensor.shape[0], blocks, -1, width).transpose(0, 1).reshape(blocks, -1, width)
 
@@ -131,9 +163,9 @@ def _entering(chain: Chain, factors: Sequence[Tensor], i: int, inputs: Tensor) -
 
 
 def _leaving(chain: Chain, factors: Sequence[Tensor], i: int, like: Tensor) -> Tensor:
-    """By how much each output changes with what factor i makes: (blocks, rows, d_out)."""
+    """The derivative of each output by the output of factor i: (blocks, rows, d_out)."""
     f = chain.factors[i]
-    number = _numbers(chain)
+    number = {a: n for n, a in enumerate(chain.sizes, start=1)}  # 0 is the row
     eye = torch.eye(chain.d_out, chain.size(chain.y), dtype=like.dtype, device=like.device)
     z, axes = eye.reshape(-1, *(chain.sizes[a] for a in chain.y)), chain.y
     for later, weight in zip(reversed(chain.factors[i + 1 :]), reversed(factors[i + 1 :]), strict=True):
@@ -148,5 +180,5 @@ def _leaving(chain: Chain, factors: Sequence[Tensor], i: int, like: Tensor) -> T
             old, new = later.regroup
             z = z.permute(0, *(1 + axes.index(a) for a in new)).reshape(-1, *(chain.sizes[a] for a in old))
             axes = old
-    wanted = f.batch_axes + f.shared_axes + f.out_axes
-    return _rows(chain, z.permute(0, *(1 + axes.index(a) for a in wanted)), f.batch_axes, f.out_axes)
+    order = f.batch_axes + f.shared_axes + f.out_axes
+    return _rows(chain, z.permute(0, *(1 + axes.index(a) for a in order)), f.batch_axes, f.out_axes)

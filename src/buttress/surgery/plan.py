@@ -15,6 +15,7 @@ from buttress.inspection.ties import tied_modules
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.split_linear import SplitLinear
+from buttress.projection.closed_form import Projection
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.exchange import apply_entries
 from buttress.surgery.replacement import Init, Initialization
@@ -117,6 +118,7 @@ class Plan:
         init: Init = "mup",
         moments: Mapping[str, Tensor] | None = None,
         sweeps: int | None = None,
+        projections: Mapping[str, Projection] | None = None,
         dry_run: bool = False,
     ) -> Report:
         """Replace exactly the layers of this plan, in place; on the meta device nothing is computed or allocated.
@@ -126,6 +128,7 @@ class Plan:
             init: "mup" draws new weights, "project" keeps the nearest to the old ones.
             moments: Second moments of the layers' inputs by name, from `moments()`, for init="project".
             sweeps: Sweeps of `project`, for init="project".
+            projections: Results of `project` that were computed before, by layer name, for init="project".
             dry_run: Whether to report only, and leave the model as it is.
 
         Returns:
@@ -137,7 +140,7 @@ class Plan:
         Example:
             >>> report = Plan.from_json(text).apply_(model, init="project")
         """
-        initialization = Initialization.checked(init, moments, sweeps, dry_run=dry_run)
+        initialization = Initialization.checked(init, moments, sweeps, projections, dry_run=dry_run)
         refuse_wrapped(model)
         sites = find_sites(model, embeddings=True)
         self._check_fits(sites)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from buttress.core.structures import Structure
 from buttress.errors import PlanError
 from buttress.inspection.sites import find_sites, refuse_wrapped
+from buttress.projection.closed_form import Projection
 from buttress.surgery.choosing import Split, choose_entries
 from buttress.surgery.exchange import apply_entries
 from buttress.surgery.plan import Plan
@@ -25,6 +26,7 @@ def replace_(
     split: Mapping[str, Split] | None = None,
     moments: Mapping[str, Tensor] | None = None,
     sweeps: int | None = None,
+    projections: Mapping[str, Projection] | None = None,
     dry_run: bool = False,
 ) -> Report:
     """Replace linear layers by structured ones, in place; if anything fails, the model is unchanged.
@@ -47,6 +49,7 @@ def replace_(
         moments: Second moments of the layers' inputs, from `moments()`. With them init="project" minimizes the error
             of the outputs instead of that of the weights.
         sweeps: Sweeps of `project`, for init="project".
+        projections: Results of `project` that were computed before, by layer name, for init="project".
         dry_run: Whether to report only, and leave the model as it is.
 
     Returns:
@@ -64,8 +67,8 @@ def replace_(
     if isinstance(plan, Plan):
         if split or normalize:
             raise PlanError("a saved Plan already says what is split and normalized: leave those arguments out")
-        return plan.apply_(model, init=init, moments=moments, sweeps=sweeps, dry_run=dry_run)
-    initialization = Initialization.checked(init, moments, sweeps, dry_run=dry_run)
+        return plan.apply_(model, init=init, moments=moments, sweeps=sweeps, projections=projections, dry_run=dry_run)
+    initialization = Initialization.checked(init, moments, sweeps, projections, dry_run=dry_run)
     refuse_wrapped(model)
     sites = find_sites(model, embeddings=True)
     entries = choose_entries(model, plan, sites, normalize=normalize, split=split or {})

@@ -17,7 +17,7 @@ from buttress.nn.linear import StructuredLinear
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
 from buttress.ops.norms import rms
-from buttress.projection.closed_form import project
+from buttress.projection.closed_form import Projection, project
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.report import ProjectionErrors, ReplacedRow, report_row
 
@@ -32,28 +32,38 @@ class Initialization:
         project: Whether they are projected from the dense weights; otherwise they are drawn.
         moments: Second moments of the layers' inputs, by name, for the projection.
         sweeps: Sweeps of the projection; None for its default.
+        projections: Projections that were computed before, by layer name.
         dry_run: Whether modules are built on the meta device, for the report alone.
     """
 
     project: bool = False
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     sweeps: int | None = None
+    projections: Mapping[str, Projection] = field(default_factory=dict)
     dry_run: bool = False
 
     @classmethod
     def checked(
-        cls, init: Init, moments: Mapping[str, Tensor] | None, sweeps: int | None, *, dry_run: bool
+        cls,
+        init: Init,
+        moments: Mapping[str, Tensor] | None,
+        sweeps: int | None,
+        projections: Mapping[str, Projection] | None,
+        *,
+        dry_run: bool,
     ) -> Initialization:
         """The initialization for the arguments of `replace_`.
 
         Raises:
-            PlanError: If `init` is unknown, or moments or sweeps are given without a projection.
+            PlanError: If `init` is unknown, or moments, sweeps or projections are given for drawn weights.
         """
         if init not in ("mup", "project"):
             raise PlanError(f"init must be 'mup' or 'project', got {init!r}")
-        if init == "mup" and (moments is not None or sweeps is not None):
-            raise PlanError("moments and sweeps are for init='project': new weights are not fitted to anything")
-        return cls(init == "project", moments or {}, sweeps, dry_run)
+        if init == "mup" and any(argument is not None for argument in (moments, sweeps, projections)):
+            raise PlanError(
+                "moments, sweeps and projections are for init='project': drawn weights are not fitted to anything"
+            )
+        return cls(init == "project", moments or {}, sweeps, projections or {}, dry_run)
 
 
 @dataclass(frozen=True)
@@ -231,7 +241,11 @@ def _project_into(layer: Structured, weight: Tensor, name: str, initialization: 
         # A zero start is exact, and keeps the other factors nonzero, so that the layer can learn.
         return ProjectionErrors(weight=0.0)
     moments = initialization.moments.get(name)
-    projection = project(layer.structure, weight, moments=moments, sweeps=initialization.sweeps)
+    projection = initialization.projections.get(name)
+    if projection is None:
+        projection = project(layer.structure, weight, moments=moments, sweeps=initialization.sweeps)
+    elif {n: t.shape for n, t in projection.factors.items()} != {n: p.shape for n, p in layer.factors.items()}:
+        raise PlanError(f"the projection given for it has other factors than {layer.structure}: project it again")
     if not initialization.dry_run:
         layer.assign(projection.factors)
     return ProjectionErrors(projection.relative_error, None if moments is None else projection.output_error)

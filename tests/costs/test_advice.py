@@ -20,7 +20,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     speeds.clear_caches()
 
 
-def test_advice_for_a_card_that_is_not_here() -> None:
+def test_advice_for_a_gpu_that_is_not_in_this_machine() -> None:
     wide = bt.advise(4096, 4096, 32768, device="NVIDIA H200")
     assert wide.fastest is not None
     assert wide.fastest.against_dense > 3
@@ -68,7 +68,7 @@ def test_verdicts() -> None:
 def test_questions_without_an_answer() -> None:
     with pytest.raises(bt.ShapeError, match="tokens must be an integer >= 1, got 0"):
         bt.advise(64, 64, 0)
-    with pytest.raises(bt.ButtressError, match="neither a device of torch nor a card with a table"):
+    with pytest.raises(bt.ButtressError, match="neither a torch device nor a GPU with a table"):
         bt.advise(64, 64, 64, device="Quantum 3")
     with pytest.raises(bt.ButtressError, match=r"nothing near 4 -> 4 in torch\.bfloat16 was measured on NVIDIA H200"):
         bt.advise(4, 4, 4, device="NVIDIA H200")

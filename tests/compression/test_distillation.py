@@ -70,12 +70,12 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     done, _ = compressed()
     assert bt.heal(done, teacher, batch, 40, lr=1e-3, checkpoint=file) == wanted, "nothing is left to do"
     for other in ({"steps": 50, "lr": 1e-3}, {"steps": 40, "lr": 1e-4}, {"steps": 40, "lr": 1e-3, "label": "data"}):
-        with pytest.raises(bt.ButtressError, match=r"is of another healing.*remove it"):
+        with pytest.raises(bt.ButtressError, match=r"cannot resume from .*belongs to other models.*remove it"):
             bt.heal(compressed()[0], teacher, batch, checkpoint=file, **other)  # type: ignore[arg-type]
-    with pytest.raises(bt.ButtressError, match="is of another healing"):
+    with pytest.raises(bt.ButtressError, match="belongs to other models, rates, steps or data"):
         bt.heal(again, teacher, batch, 40, lr=1e-3, checkpoint=file)  # it does not start where that one did
     file.write_bytes(b"nonsense")
-    with pytest.raises(bt.ButtressError, match="remove it to begin anew"):
+    with pytest.raises(bt.ButtressError, match="remove it to start over"):
         bt.heal(again, teacher, batch, 40, checkpoint=file)
 
 

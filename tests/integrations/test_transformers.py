@@ -1,4 +1,4 @@
-"""transformers: save, load, use, go on; and folders that somebody tampered with."""
+"""transformers: save, load, use, train again; and folders that were tampered with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import buttress as bt
 
@@ -24,61 +23,15 @@ from transformers import (  # noqa: E402
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from buttress import hf  # noqa: E402
-
-PLAN = bt.BTT(rank=2)
-
-
-def gpt2() -> Any:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=2))
-
-
-def llama(tied: bool = False) -> Any:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied,
-        )
-    )
-
-
-def bert() -> Any:
-    config = BertConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, num_labels=3
-    )
-    return BertForSequenceClassification(config)
-
-
-def tied() -> Any:
-    return llama(tied=True)
-
+from small_transformers import PLAN, TOKENS, bert, gpt2, llama, parts, structured, tied  # noqa: E402
 
 MODELS = [gpt2, llama, tied, bert]
 models = pytest.mark.parametrize("build", MODELS, ids=lambda b: b.__name__)
-TOKENS = torch.arange(24).reshape(2, 12) % 96
-
-
-def structured(build: Callable[[], Any], **options: Any) -> Any:
-    model = build().eval()
-    bt.replace_(model, PLAN, **options)
-    return model
-
-
-def parts(model: nn.Module) -> int:
-    return sum(isinstance(m, bt.StructuredLinear) for m in model.modules())
 
 
 @models
@@ -93,7 +46,7 @@ def test_it_loads_as_any_other(build: Callable[[], Any], normalize: bool, tmp_pa
     assert parts(again) == parts(model) > 0
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
     assert bt.Plan.of(again) == bt.Plan.of(model)
-    assert not list(tmp_path.glob(".m.*")), "nothing is left beside it"
+    assert not list(tmp_path.glob(".m.*")), "nothing is left next to it"
     # And once more, by transformers' own saving.
     again.save_pretrained(tmp_path / "n")
     third = type(model).from_pretrained(tmp_path / "n").eval()
@@ -172,31 +125,6 @@ def test_the_trainer_with_our_groups(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "trained"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").eval()
     assert torch.equal(again(TOKENS).logits, model.eval()(TOKENS).logits)
-
-
-def test_lora_on_top(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    hf.save(structured(llama), tmp_path / "m")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
-    wanted = base(TOKENS).logits
-    config = hf.lora(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    model = peft.get_peft_model(base, config)
-    torch.testing.assert_close(model(TOKENS).logits, wanted)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(3):
-        model(TOKENS, labels=TOKENS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(p.grad is None for n, p in model.named_parameters() if "factors" in n)
-    tuned = model.eval()(TOKENS).logits
-    assert not torch.equal(tuned, wanted)
-    model.save_pretrained(tmp_path / "adapter")
-    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    known = hf.lora(peft.PeftConfig.from_pretrained(tmp_path / "adapter"))
-    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter", config=known).eval()
-    torch.testing.assert_close(again(TOKENS).logits, tuned)
-    with pytest.raises(bt.PlanError, match="cannot be merged"):
-        again.merge_and_unload()
 
 
 def test_compiled_and_exported_it_says_the_same(tmp_path: Path) -> None:

@@ -13,81 +13,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import buttress as bt
+from buttress import compress
 
 transformers = pytest.importorskip("transformers")
-import tokenizers  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from buttress.cli.app import app  # noqa: E402
-from buttress.compression.pipeline import compress  # noqa: E402
-
-WORDS = [f"w{i}" for i in range(60)]
-
-
-def sentence(seed: int) -> str:
-    """A language of two halves: words of one half are followed by words of the same."""
-    generator = torch.Generator().manual_seed(seed)
-    half = 30 * (seed % 2)
-    return " ".join(WORDS[half + int(i)] for i in torch.randint(0, 30, (12,), generator=generator))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "lines.txt"
-    path.write_text("\n".join(sentence(i) for i in range(400)))
-    return path
-
-
-def tokenizer() -> Any:
-    vocab = {w: i for i, w in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """A language model that has learnt a little."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=62, n_positions=32, n_embd=48, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
-    words = tokenizer()
-    ids = words(text.read_text(), return_tensors="pt", verbose=False)["input_ids"][0]
-    blocks = ids[: len(ids) // 24 * 24].view(-1, 24)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(60):
-        batch = blocks[torch.randint(0, len(blocks), (16,), generator=torch.Generator().manual_seed(step))]
-        model(batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    folder = tmp_path_factory.mktemp("gpt2") / "model"
-    model.save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as sentence-transformers makes it."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=62, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-    )
-    folder = tmp_path_factory.mktemp("bert") / "model"
-    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text("{}")
-    (folder / "pytorch_model.bin").write_bytes(b"old weights")
-    (folder / "2_Dense").mkdir()
-    (folder / "2_Dense" / "model.safetensors").write_bytes(b"another module's weights")
-    kinds = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
-             {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]  # fmt: skip
-    (folder / "modules.json").write_text(json.dumps(kinds))
-    return folder
+from toy_language import sentence, tokenizer  # noqa: E402
 
 
 def test_a_language_model(gpt2: Path, text: Path, tmp_path: Path) -> None:
@@ -232,6 +164,21 @@ def test_the_command(sentences: Path, text: Path, tmp_path: Path) -> None:
     assert "was undone: try a smaller --lr than 1" in " ".join(done.output.split())
 
 
+def test_a_timm_model(vit: Path, pictures: Path, tmp_path: Path) -> None:
+    from buttress import vision
+
+    found = compress(vit, tmp_path / "m", 0.5, text=pictures, heal=3, candidates=["low_rank", "btt"])
+    before, after = found.quality["same answers"]
+    assert before == 1
+    assert 0 <= after <= 1
+    assert {"blocks.0.attn.qkv", "blocks.0.mlp.fc1"} <= {e.name for e in found.plan.entries}
+    model = vision.load(tmp_path / "m")
+    assert sum(isinstance(m, bt.StructuredLinear) for m in model.modules()) == len(found.plan.entries)
+    vision.save(bt.densify_(model), tmp_path / "dense", **vision.model_args(tmp_path / "m"))
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(vision.load(tmp_path / "dense")(x), vision.load(tmp_path / "m")(x), rtol=1e-3, atol=1e-4)
+
+
 class TestRefused:
     def test_an_existing_folder(self, sentences: Path, tmp_path: Path) -> None:
         (tmp_path / "m").mkdir()
@@ -239,29 +186,6 @@ class TestRefused:
         with pytest.raises(bt.PlanError, match="exists already"):
             compress(sentences, tmp_path / "m")
         assert (tmp_path / "m" / "mine").read_text() == "precious"
-
-    @pytest.mark.parametrize(
-        ("name", "content", "says"),
-        [
-            ("modules.json", "[]", "not sentence-transformers' list"),
-            ("modules.json", '[{"path": "../../etc", "type": "x.Transformer"}]', "outside of its folder"),
-            ("modules.json", '[{"path": "/etc", "type": "x.Transformer"}]', "outside of its folder"),
-            ("config.json", "{", "cannot be loaded"),
-            ("model.safetensors", "", "cannot be loaded"),
-        ],
-    )
-    def test_broken_folders(self, sentences: Path, tmp_path: Path, name: str, content: str, says: str) -> None:
-        shutil.copytree(sentences, tmp_path / "bad")
-        (tmp_path / "bad" / name).write_text(content)
-        with pytest.raises(bt.ButtressError, match=says):
-            compress(tmp_path / "bad", tmp_path / "m")
-        assert [p.name for p in tmp_path.iterdir()] == ["bad"], "nothing half-written is left"
-
-    def test_a_pickle(self, sentences: Path, tmp_path: Path) -> None:
-        shutil.copytree(sentences, tmp_path / "bad")
-        (tmp_path / "bad" / "model.safetensors").unlink()
-        with pytest.raises(bt.ButtressError, match="cannot be loaded"):
-            compress(tmp_path / "bad", tmp_path / "m")
 
     def test_questions_that_make_no_sense(self, sentences: Path, text: Path, tmp_path: Path) -> None:
         with pytest.raises(bt.PlanError, match="healing needs text"):
@@ -271,64 +195,7 @@ class TestRefused:
         (tmp_path / "short.txt").write_text("one\ntwo\n")
         with pytest.raises(bt.PlanError, match="too short"):
             compress(sentences, tmp_path / "m", text=tmp_path / "short.txt")
-        with pytest.raises(bt.PlanError, match="lies inside of"):
+        with pytest.raises(bt.PlanError, match="is inside of"):
             compress(sentences, sentences / "small")
         with pytest.raises(bt.PlanError, match="nothing is worth replacing"):
             compress(sentences, tmp_path / "m", 1.0)
-
-
-class TestTimm:
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        timm = pytest.importorskip("timm")
-        from buttress import vision
-
-        torch.manual_seed(0)
-        model = timm.create_model("vit_tiny_patch16_224", num_classes=5, depth=1, img_size=32, patch_size=8)
-        folder = tmp_path_factory.mktemp("timm") / "model"
-        model.pretrained_cfg["input_size"] = (3, 32, 32)
-        timm.models.save_for_hf(
-            model, str(folder), model_args={"depth": 1, "img_size": 32, "patch_size": 8}, safe_serialization=True
-        )
-        torch.testing.assert_close(
-            vision.load(folder)(torch.ones(1, 3, 32, 32)), model.eval()(torch.ones(1, 3, 32, 32))
-        )
-        return folder
-
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        Image = pytest.importorskip("PIL.Image")
-        folder = tmp_path_factory.mktemp("pictures")
-        for i in range(40):
-            pixels = torch.randint(0, 256, (8, 8, 3), generator=torch.Generator().manual_seed(i), dtype=torch.uint8)
-            Image.fromarray(pixels.numpy()).resize((40, 40)).save(folder / f"{i}.png")
-        return folder
-
-    def test_compressed_saved_and_loaded(self, vit: Path, pictures: Path, tmp_path: Path) -> None:
-        from buttress import vision
-
-        found = compress(vit, tmp_path / "m", 0.5, text=pictures, heal=3, candidates=["low_rank", "btt"])
-        before, after = found.quality["same answers"]
-        assert before == 1
-        assert 0 <= after <= 1
-        assert {"blocks.0.attn.qkv", "blocks.0.mlp.fc1"} <= {e.name for e in found.plan.entries}
-        model = vision.load(tmp_path / "m")
-        assert sum(isinstance(m, bt.StructuredLinear) for m in model.modules()) == len(found.plan.entries)
-        vision.save(bt.densify_(model), tmp_path / "dense", **vision.model_args(tmp_path / "m"))
-        x = torch.randn(2, 3, 32, 32)
-        torch.testing.assert_close(
-            vision.load(tmp_path / "dense")(x), vision.load(tmp_path / "m")(x), rtol=1e-3, atol=1e-4
-        )
-
-    def test_broken_folders(self, vit: Path, tmp_path: Path) -> None:
-        from buttress import vision
-
-        shutil.copytree(vit, tmp_path / "bad")
-        for name, content in (("model.safetensors", b"x"), ("config.json", b'{"architecture": "nonsense"}')):
-            (tmp_path / "bad" / name).write_bytes(content)
-            with pytest.raises(bt.PlanError, match="does not hold a timm model"):
-                vision.load(tmp_path / "bad")
-        with pytest.raises(bt.PlanError, match="folder of images"):
-            compress(vit, tmp_path / "m", text=vit / "config.json")

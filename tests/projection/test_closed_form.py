@@ -1,8 +1,6 @@
 """Projection: as near as the theory allows, exact where it can be, and clear where it cannot."""
 
-import re
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,41 +13,10 @@ from torch import Tensor, nn
 import buttress as bt
 import oracles
 from buttress import ops
-from buttress.projection import refinement as refine
+from projection_cases import STRUCTURES, capped, dense_form, matrix
 
 sizes = st.integers(1, 30)
 some = settings(deadline=None, derandomize=True, max_examples=25)
-
-
-def matrix(d_out: int, d_in: int, seed: int = 0) -> Tensor:
-    """Entries of very different sizes, so that singular values are too."""
-    generator = np.random.default_rng(seed)
-    return torch.from_numpy(generator.normal(size=(d_out, d_in)) * np.exp(2 * generator.normal(size=(d_out, d_in))))
-
-
-def dense_form(structure: bt.Structure, found: bt.Projection, weight: Tensor) -> Tensor:
-    chain = structure.chain(weight.shape[1], weight.shape[0])
-    return ops.dense(chain, list(found.factors.values()))
-
-
-def capped(structure: bt.Structure, d_in: int, d_out: int) -> Any:
-    """The structure with no rank above its bound, as the refusals advise."""
-    while True:
-        try:
-            bt.project(structure, torch.eye(d_out, d_in))
-        except bt.StructureError as error:
-            advice = re.search(r"at the bond [a-z]+(\d*) is above .* ask for at most (\d+)$", str(error))
-            if advice is None:
-                raise
-            most, rank = int(advice[2]), structure.rank  # type: ignore[attr-defined]
-            less: int | tuple[int, ...] = most
-            if advice[1]:
-                ranks = rank if isinstance(rank, tuple) else (rank,) * (structure.cores - 1)  # type: ignore[attr-defined]
-                less = tuple(most if i == int(advice[1]) else r for i, r in enumerate(ranks, 1))
-            assert less != rank
-            structure = replace(structure, rank=less)  # type: ignore[type-var]
-        else:
-            return structure
 
 
 def check_lost(structure: bt.Structure, weight: Tensor, lost: float) -> None:
@@ -196,23 +163,6 @@ def test_any_matrix_at_full_rank(structure: bt.Structure, i: int, o: int) -> Non
 )
 def test_one_rank_less_is_not_enough(structure: bt.Structure, i: int, o: int) -> None:
     assert bt.project(structure, matrix(o, i)).relative_error > 1e-6
-
-
-STRUCTURES = [
-    "dense",
-    "low_rank(rank=3)",
-    "kronecker",
-    "tensor_train(rank=3)",
-    "tensor_train(rank=2, cores=3)",
-    "btt",
-    "btt(rank=2)",
-    "btt(rank=(2, 3), cores=3)",
-    "btt(cores=4)",
-    "monarch(blocks=3)",
-    "monarch(blocks=2)",
-    "block_diagonal(blocks=3)",
-    "convolution",
-]
 
 
 @pytest.mark.parametrize("text", STRUCTURES)
@@ -413,116 +363,6 @@ def test_a_rank_above_the_bound_is_refused_with_advice(structure: bt.Structure, 
     with pytest.raises(bt.StructureError, match=f"holds any {o} x {i} matrix exactly: ask for at most {most}$"):
         bt.project(structure, matrix(o, i))
     assert bt.project(capped(structure, i, o), matrix(o, i)).relative_error < 1e-11
-
-
-# ---------------------------------------------------------------- sweeps, and inputs that are known
-
-
-def correlated(d: int, seed: int = 0, count: int = 400) -> Tensor:
-    """Inputs as networks have them: few strong directions, many weak ones."""
-    generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(d, d, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, d, dtype=torch.float64)
-    return torch.randn(count, d, generator=generator, dtype=torch.float64) @ mix.T
-
-
-def outputs_off(structure: bt.Structure, found: bt.Projection, w: Tensor, x: Tensor) -> float:
-    return ((x @ (dense_form(structure, found, w) - w).T).norm() / (x @ w.T).norm()).item()
-
-
-@pytest.mark.parametrize("text", STRUCTURES)
-@pytest.mark.parametrize(("i", "o"), [(24, 36), (13, 29), (30, 7), (5, 1)])
-def test_sweeps_never_make_it_worse(text: str, i: int, o: int) -> None:
-    structure = capped(bt.parse(text), i, o)
-    w = matrix(o, i)
-    errors = [bt.project(structure, w, sweeps=sweeps).relative_error for sweeps in (0, 1, 4)]
-    assert errors[1] <= errors[0] * (1 + 1e-12) + 1e-13
-    assert errors[2] <= errors[1] * (1 + 1e-12) + 1e-13
-
-
-@pytest.mark.parametrize(
-    ("text", "i", "o"),
-    [("kronecker", 13, 29), ("tensor_train(rank=2)", 31, 31), ("tensor_train(rank=2, cores=3)", 27, 27)],
-)
-def test_sweeps_help_where_the_closed_form_is_not_the_best(text: str, i: int, o: int) -> None:
-    plain, swept = (bt.project(bt.parse(text), matrix(o, i), sweeps=sweeps).relative_error for sweeps in (0, 20))
-    assert swept < plain * (1 - 1e-6)
-
-
-@pytest.mark.parametrize("text", [t for t in STRUCTURES if t != "dense"])
-@pytest.mark.parametrize(("i", "o"), [(24, 36), (29, 13)])
-def test_known_inputs_make_outputs_nearer(text: str, i: int, o: int) -> None:
-    structure = capped(bt.parse(text), i, o)
-    generator = torch.Generator().manual_seed(1)
-    w, x = torch.randn(o, i, generator=generator, dtype=torch.float64), correlated(i)
-    plain, aware = bt.project(structure, w), bt.project(structure, w, moments=x.T @ x / len(x), damping=1e-9)
-    assert aware.output_error == pytest.approx(outputs_off(structure, aware, w, x), rel=1e-4, abs=1e-6)
-    before = outputs_off(structure, plain, w, x)
-    # A convolution's three numbers have little to choose from.
-    assert aware.output_error < (1 - 1e-6 if text == "convolution" else 0.9) * before or before < 1e-6
-
-
-@given(sizes, sizes, st.integers(1, 4), st.integers(0, 99))
-@some
-def test_low_rank_on_known_inputs_is_the_best_there_is(i: int, o: int, rank: int, seed: int) -> None:
-    structure = capped(bt.LowRank(rank=rank), i, o)
-    w, x = matrix(o, i, seed), correlated(i, seed)
-    h = x.T @ x
-    found = bt.project(structure, w, moments=h, damping=1e-6, sweeps=0)
-    full = torch.linalg.cholesky(h + 1e-6 * h.diagonal().mean() * torch.eye(i, dtype=h.dtype))
-    values = torch.linalg.svdvals(w @ full)
-    best = (values[structure.rank :].norm() / values.norm()).item()
-    assert found.output_error == pytest.approx(best, rel=1e-6, abs=1e-9)
-
-
-def test_blocks_that_do_not_mix_are_solved_at_once() -> None:
-    """Uncorrelated inputs of unequal sizes: whitening alone is the best, and sweeps find nothing better."""
-    w, scale = matrix(36, 24), torch.logspace(0, 3, 24, dtype=torch.float64)
-    at_once, swept = (
-        bt.project(bt.BTT(rank=2), w, moments=scale.diag(), damping=1e-12, sweeps=sweeps).output_error
-        for sweeps in (0, 10)
-    )
-    assert swept == pytest.approx(at_once, rel=1e-9)
-    plain = bt.project(bt.BTT(rank=2), w)
-    assert at_once < outputs_off(bt.BTT(rank=2), plain, w, scale.sqrt().diag())
-
-
-def test_each_factor_of_a_sweep_is_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the equations of one factor written out column by column."""
-    monkeypatch.setattr(refine, "STEPS", 200)
-    for text, i, o in (("btt(rank=2)", 12, 20), ("tensor_train(rank=2)", 12, 20), ("monarch(blocks=3)", 13, 11)):
-        structure = bt.parse(text)
-        chain = structure.chain(i, o)
-        w, x = matrix(o, i), correlated(i, count=i)
-        factors = [
-            torch.randn(f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) for f in chain.factors
-        ]
-        for at, factor in enumerate(factors):
-            found = refine._solved(chain, factors, at, x @ w.T, x)
-            columns = []
-            for n in range(factor.numel()):
-                unit = torch.zeros(factor.numel(), dtype=torch.float64)
-                unit[n] = 1
-                columns.append(ops.apply(chain, x, [*factors[:at], unit.view_as(factor), *factors[at + 1 :]]).flatten())
-            system = torch.stack(columns, 1)
-            best = (
-                system @ torch.linalg.lstsq(system, (x @ w.T).flatten()[:, None], driver="gelsd").solution
-            ).flatten()
-            reached = ops.apply(chain, x, [*factors[:at], found, *factors[at + 1 :]]).flatten()
-            wanted = (x @ w.T).flatten()
-            start = (ops.apply(chain, x, factors).flatten() - wanted).norm()
-            assert (reached - wanted).norm() - (best - wanted).norm() < 1e-4 * start, (text, at)
-
-
-def test_moments_must_be_those_of_inputs() -> None:
-    with pytest.raises(bt.ShapeError, match=r"the moments of 24 inputs are \(24, 24\)"):
-        bt.project(bt.BTT(), matrix(36, 24), moments=torch.eye(5))
-    with pytest.raises(bt.ShapeError, match="not those of any inputs"):
-        bt.project(bt.BTT(), matrix(36, 24), moments=-torch.eye(24))
-    for dtype in (torch.float32, torch.float64):
-        w = matrix(36, 24).to(dtype)
-        assert bt.project(bt.BTT(), w, moments=torch.zeros(24, 24, dtype=dtype)).relative_error < 1
-        tiny = bt.project(bt.BTT(), w, moments=1e-30 * torch.eye(24, dtype=dtype))
-        assert tiny.output_error == pytest.approx(bt.project(bt.BTT(), w).relative_error, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""Calibration and budgets: what layers are given, and what to spend where."""
+"""Curves and budgets: what options cost and lose, and which are chosen."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,24 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import buttress as bt
-from buttress.compression.allocation import Choice, _spend
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(24, 36)
-        self.q, self.k = nn.Linear(36, 30, bias=False), nn.Linear(36, 30)
-        self.head = nn.Linear(30, 5)
-
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        h = self.first(x).relu()
-        return self.head(self.q(h) * self.k(h))
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net()
+from buttress.compression import allocation
+from buttress.compression.allocation import Choice, allocate
+from shared_inputs import net
 
 
 def net_answer(x: Tensor) -> Tensor:
@@ -40,70 +25,32 @@ def net_answer(x: Tensor) -> Tensor:
     return model(x).detach()
 
 
-class TestMoments:
-    def test_they_are_the_mean_of_outer_products(self) -> None:
-        model = net()
-        batches = [torch.randn(4, 7, 24), torch.randn(1, 24), torch.randn(3, 24)]
-        found = bt.moments(model, batches)
-        assert set(found) == {"first", "q", "k", "head"}
-        rows = torch.cat([b.reshape(-1, 24) for b in batches])
-        torch.testing.assert_close(found["first"], rows.T @ rows / len(rows))
-        hidden = model.first(rows).relu()
-        torch.testing.assert_close(found["q"], (hidden.T @ hidden / len(rows)).detach())
-        torch.testing.assert_close(found["q"], found["k"])
-        assert not any(m._forward_pre_hooks for m in model.modules())
-        assert model.training
+class TestChoice:
+    def test_it_carries_the_structure(self) -> None:
+        choice = Choice("layer", "btt(rank=2)", 10, 5, 0.1, bt.BTT(rank=2))
+        assert choice == Choice("layer", "btt(rank=2)", 10, 5, 0.1), "the text is enough"
+        assert choice.replacement == Choice("layer", "btt(rank=2)", 10, 5, 0.1).replacement == bt.BTT(rank=2)
+        assert dataclasses.replace(choice, loss=0.2).replacement is choice.replacement
+        assert Choice("layer", "dense", 10, 10, 0.0).replacement is None
+        assert Choice("layer", "dense", 10, 10, 0.0, bt.Dense()).replacement is None, "it stays nn.Linear"
+        with pytest.raises(bt.StructureError):
+            Choice("layer", "bbt", 10, 5, 0.1)
 
-    def test_masked_tokens_do_not_count(self) -> None:
-        x, mask = torch.randn(2, 5, 24), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-        found = bt.moments(net(), [{"x": x, "attention_mask": mask}], layers=["first"])
-        seen = x[mask.bool()]
-        torch.testing.assert_close(found["first"], seen.T @ seen / 8)
+    def test_texts_are_not_parsed_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(text: str) -> bt.Structure:
+            raise AssertionError(text)
 
-    def test_inputs_changed_in_place_are_new_ones(self) -> None:
-        class InPlace(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-                self.norm = nn.BatchNorm1d(4).eval()
+        monkeypatch.setattr(allocation, "parse", refuse)
+        x = torch.randn(64, 24)
+        found = bt.budget(bt.curves(net(), candidates=[bt.BTT, "low_rank"], batches=[x]), 0.5)
+        assert found.plan.entries
+        assert all(r.replacement is None or str(r.replacement) == r.structure for r in found.rows)
 
-            def forward(self, x: Tensor) -> Tensor:
-                y = self.a(x)
-                return y + self.b(x.clamp_(min=0))
-
-        model, x = InPlace(), torch.randn(50, 4)
-        found = bt.moments(model, [x.clone()])
-        torch.testing.assert_close(found["a"], x.T @ x / 50)
-        torch.testing.assert_close(found["b"], x.clamp(min=0).T @ x.clamp(min=0) / 50)
-        assert not model.norm.training, "each module keeps its mode"
-
-    def test_other_ways_to_call(self) -> None:
-        x = torch.randn(3, 24)
-        plain = bt.moments(net(), [x])
-        for batches, run in (([(x,)], None), ([{"x": x}], None), ([{"data": x}], lambda m, b: m(b["data"]))):
-            again: Any = bt.moments(net(), batches, run=run)
-            assert all(torch.equal(plain[n], again[n]) for n in plain)
-
-    def test_what_cannot_be_is_told(self) -> None:
-        with pytest.raises(bt.PlanError, match="no linear layer matches"):
-            bt.moments(net(), [torch.randn(2, 24)], layers=["nothing.*"])
-        with pytest.raises(bt.PlanError, match="no linear layer was reached"):
-            bt.moments(net(), [])
-
-    def test_they_bring_outputs_nearer(self) -> None:
-        torch.manual_seed(1)
-        x = torch.randn(500, 24) * torch.logspace(0, -2, 24) @ torch.linalg.qr(torch.randn(24, 24)).Q
-        wanted = net()(x)
-        seen = bt.moments(net(), x.split(100))
-        off = []
-        for known in (None, seen):
-            model = net()
-            report = bt.replace_(model, bt.BTT(rank=2), init="project", moments=known)
-            off.append((model(x) - wanted).norm().item())
-            assert all((row.output_error is None) == (known is None) for row in report.rows)
-        assert off[1] < 0.7 * off[0]
-        with pytest.raises(bt.PlanError, match="for init='project'"):
-            bt.replace_(net(), bt.BTT(), moments=seen)
+    def test_the_table_shows_the_text_alone(self) -> None:
+        head = str(bt.budget(bt.curves(net(), candidates=[bt.BTT(rank=2)]), 0.9)).splitlines()[0]
+        assert [part.strip() for part in head.split("  ") if part.strip()] == [
+            "name", "structure", "cost before", "cost after", "loss",
+        ]  # fmt: skip
 
 
 options = st.lists(st.tuples(st.integers(1, 9), st.floats(0.01, 1)), min_size=1, max_size=4)
@@ -117,7 +64,7 @@ class TestBudget:
         found = {
             str(i): [
                 Choice(str(i), "dense", 10, 10, 0.0),
-                *(Choice(str(i), f"s{j}", 10, c, e) for j, (c, e) in enumerate(o)),
+                *(Choice(str(i), f"low_rank(rank={j + 1})", 10, c, e) for j, (c, e) in enumerate(o)),
             ]
             for i, o in enumerate(layers)
         }
@@ -125,9 +72,9 @@ class TestBudget:
         every = [c for c in itertools.product(*found.values()) if sum(x.cost_after for x in c) <= limit + 1e-9]
         if not every:
             with pytest.raises(bt.PlanError, match=r"keep .* already"):
-                _spend(found, keep)
+                allocate(found, keep)
             return
-        chosen = _spend(found, keep).values()
+        chosen = allocate(found, keep).values()
         assert sum(c.cost_after for c in chosen) <= limit + 1e-6
         best = min(sum(x.loss for x in c) for c in every)
         assert sum(c.loss for c in chosen) <= best + max(c.loss for o in found.values() for c in o) + 1e-9
@@ -218,8 +165,8 @@ def test_time_as_a_cost() -> None:
     model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8, bias=False))
     price = bt.timed(32768, device="NVIDIA H200")
     assert price(bt.BTT(), 4096, 4096) < price(None, 4096, 4096) / 5
-    assert price(bt.BTT(rank=63), 4096, 4096) == float("inf"), "nobody measured it"
-    assert bt.timed(64, device="NVIDIA H200")(None, 4096, 4096) > 0, "measured beside BTT alone"
+    assert price(bt.BTT(rank=63), 4096, 4096) == float("inf"), "it was not measured"
+    assert bt.timed(64, device="NVIDIA H200")(None, 4096, 4096) > 0, "measured next to BTT alone"
     found = bt.curves(model, cost=price, candidates=[bt.BTT(), bt.BTT(rank=63)])["0"]
     assert [c.structure for c in found] == ["dense", "btt"]
     with pytest.raises(bt.ButtressError, match="nothing near"):

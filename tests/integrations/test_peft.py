@@ -1,0 +1,41 @@
+"""peft: adapters on structured layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import buttress as bt
+
+pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM
+
+from buttress import hf
+from small_transformers import TOKENS, llama, structured
+
+
+def test_lora_on_top(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    hf.save(structured(llama), tmp_path / "m")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    wanted = base(TOKENS).logits
+    config = hf.lora(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model = peft.get_peft_model(base, config)
+    torch.testing.assert_close(model(TOKENS).logits, wanted)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.grad is None for n, p in model.named_parameters() if "factors" in n)
+    tuned = model.eval()(TOKENS).logits
+    assert not torch.equal(tuned, wanted)
+    model.save_pretrained(tmp_path / "adapter")
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    known = hf.lora(peft.PeftConfig.from_pretrained(tmp_path / "adapter"))
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter", config=known).eval()
+    torch.testing.assert_close(again(TOKENS).logits, tuned)
+    with pytest.raises(bt.PlanError, match="cannot be merged"):
+        again.merge_and_unload()
