@@ -39,7 +39,7 @@ def torchrun(
     seconds: float = 180,
     meanwhile: Callable[[int], None] = lambda agent: None,
 ) -> tuple[int, str]:
-    """Start processes that see these GPUs, and end them whatever happens.
+    """Start processes that see these GPUs, and end them in every case.
 
     Args:
         what: The program and its arguments.

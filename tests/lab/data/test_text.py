@@ -377,7 +377,7 @@ class TestSample:
         with pytest.raises(bt.ButtressError, match="weights of another model than the record"):
             next(sample(tmp_path / RUN.key, "", data=data))
         (tmp_path / RUN.key / "record.json").write_text('{"half": ')
-        with pytest.raises(bt.ButtressError, match="not a record of this version"):
+        with pytest.raises(bt.ButtressError, match="not a valid run record"):
             next(sample(tmp_path / RUN.key, "", data=data))
 
 

@@ -1,4 +1,4 @@
-"""Run records: their JSON, which version 0.1 wrote with the same keys, and files of them."""
+"""Run records: their JSON, which version 0.1 wrote with the same keys, and their files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestJson:
 
 def test_a_file_that_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text('{"half": ')
-    with pytest.raises(bt.ButtressError, match=r"record\.json is not a record of this version .*: remove its folder"):
+    with pytest.raises(bt.ButtressError, match=r"record\.json is not a valid run record .*: remove its folder"):
         read_record(tmp_path / "record.json")
 
 

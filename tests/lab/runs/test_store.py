@@ -1,4 +1,4 @@
-"""A folder of runs: records, archives, locks."""
+"""The run store: records, archives, locks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestArchives:
 
     def test_a_file_without_records_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "bad.jsonl").write_text("{}\n")
-        with pytest.raises(bt.ButtressError, match=r"line 1 of .*bad\.jsonl is not a record"):
+        with pytest.raises(bt.ButtressError, match=r"bad\.jsonl, line 1, is not a valid run record"):
             Store(tmp_path)
 
 
@@ -64,7 +64,7 @@ def test_a_broken_record_says_what_to_do(tmp_path: Path) -> None:
     store, run = Store(tmp_path), SMALL
     store.run_folder(run).mkdir(parents=True)
     (store.run_folder(run) / "record.json").write_text("{}")
-    with pytest.raises(bt.ButtressError, match="remove its folder to run it again"):
+    with pytest.raises(bt.ButtressError, match="remove its folder to train the run again"):
         store.get(run)
 
 

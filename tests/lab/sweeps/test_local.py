@@ -34,10 +34,10 @@ class TestSweep:
         assert [r.status for r in records] == ["done"] * 3 + ["diverged"]
         assert "the loss is not finite" in records[-1].error
         assert sum(n.record is not None for n in news) == 4
-        begun: list[SweepEvent] = []
-        again = sweep([*good, bad], store, device="cpu", listen=begun.append, retry=False)
+        later: list[SweepEvent] = []
+        again = sweep([*good, bad], store, device="cpu", listen=later.append, retry=False)
         assert again == records
-        assert not [n for n in begun if n.record is None], "nothing was run twice"
+        assert not [n for n in later if n.record is None], "nothing was run twice"
 
     def test_trouble_in_a_thread_is_not_swallowed(self, tmp_path: Path) -> None:
         def listen(news: SweepEvent) -> None:
@@ -114,5 +114,5 @@ class TestSweep:
             left = subprocess.run(
                 ["pgrep", "-f", f"buttress.lab.sweeps.worker {tmp_path}"], capture_output=True, check=False
             )
-            assert left.stdout == b"", "workers went on without their sweep"
+            assert left.stdout == b"", "workers continued without their sweep"
         assert not [r for r in Store(tmp_path) if r.status != "done"]

@@ -66,7 +66,7 @@ def settings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        # Ray gives way to everybody else on a machine; beside other tests that would be a long wait.
+        # Ray yields to all other processes of a machine; next to other tests that would be a long wait.
         patch.setenv("RAY_worker_niceness", "0")
         # Ray replaces 127.0.0.1 by an address that others reach, unless it is configured for one machine.
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -138,8 +138,8 @@ def test_a_node_that_dies_takes_no_run_along(cluster: Cluster, tmp_path: Path) -
     assert not store.puts, "records are put by the machines, which see the store"
     (again,) = (run for run in runs if run.key in lost)
     ended = [e.run.key for e in events if e.record is not None]
-    begun = [e.run.key for e in events if e.record is None and e.progress is None]
-    assert Counter(ended) == Counter(begun) == {run.key: 1 for run in [*runs, BAD]}
+    started = [e.run.key for e in events if e.record is None and e.progress is None]
+    assert Counter(ended) == Counter(started) == {run.key: 1 for run in [*runs, BAD]}
     for run in runs:
         of_run = [e for e in events if e.run == run]
         assert of_run[0].progress is of_run[0].record is None
@@ -151,7 +151,7 @@ def test_a_node_that_dies_takes_no_run_along(cluster: Cluster, tmp_path: Path) -
     assert here[2] == records[6]
     assert "the loss is not finite" in here[2].error
 
-    # A second time there is nothing to do, and nobody is asked.
+    # A second time there is nothing to do, and no cluster is needed.
     assert sweep([*runs, BAD], store, on=Ray("127.0.0.1:1"), retry=False) == records
     assert not list(store.folder.glob(".sweep-*"))
 
@@ -313,8 +313,8 @@ def test_runs_share_a_gpu(tmp_path: Path) -> None:
         (["--on", "rya"], "did you mean 'ray'"),
         (["--on", "ray", "--workers", "2"], "--workers does not go with --on ray, which takes --address"),
         (["--on", "local", "--address", "head:1"], "--address does not go with --on local"),
-        (["--on", "ray", "--gpus-per-run", "2"], "one GPU or a part of one"),
-        (["--on", "ray", "--cpus-per-run", "0"], "a CPU or a part of one"),
+        (["--on", "ray", "--gpus-per-run", "2"], "GPUs per run must be between 0 and 1"),
+        (["--on", "ray", "--cpus-per-run", "0"], "CPUs per run must be above 0"),
     ],
 )
 def test_wrong_options_of_the_command(

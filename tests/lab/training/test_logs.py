@@ -16,7 +16,7 @@ def test_tensorboard_forgets_what_was_lost(tmp_path: Path) -> None:
     log = TensorBoard(tmp_path)
     for step in (100, 200, 300):
         log.write(step, loss=1.0)
-    again = TensorBoard(tmp_path)  # the run was killed and goes on from its checkpoint at step 200
+    again = TensorBoard(tmp_path)  # the run was killed and resumes from its checkpoint at step 200
     again.rewind(200)
     again.write(300, loss=2.0)
     events = EventAccumulator(str(tmp_path))

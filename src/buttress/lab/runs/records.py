@@ -35,7 +35,7 @@ OLD_DIVERGENCE = "Diverged: "
 class Record:
     """One run that has ended: its configuration, results and environment.
 
-    Records of version 0.1 load too: a failed run whose error says that it diverged has the status "diverged".
+    Version 0.1 records load too: a failed run whose error says that it diverged has the status "diverged".
     """
 
     run: Run
@@ -64,7 +64,7 @@ class Record:
     """Measurements during the run: by name, such as test_loss or activation/blocks.0, (step, value)."""
 
     def to_json(self) -> str:
-        """The record as one line of JSON, with the run's key."""
+        """The record as a single JSON line, with the run's key."""
         data = asdict(self) | {"key": self.run.key}
         if not self.metrics:
             del data["metrics"]
@@ -72,7 +72,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """The record that `to_json` wrote, also that of version 0.1."""
+        """The record that `to_json` wrote, in this version or in 0.1."""
         data: dict[str, Any] = json.loads(text)
         data.pop("key", None)
         for name, key in JSON_KEYS.items():
@@ -95,12 +95,12 @@ def read_record(path: Path) -> Record:
         return Record.from_json(path.read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError) as error:
         raise ButtressError(
-            f"{path} is not a record of this version ({error}): remove its folder to run it again"
+            f"{path} is not a valid run record ({error}): remove its folder to train the run again"
         ) from error
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read a JSON-lines file of records.
+    """Read a JSON-lines file with one record per line.
 
     Raises:
         ButtressError: If a line is not a record.
@@ -110,7 +110,9 @@ def read_records(path: Path) -> list[Record]:
         try:
             records.append(Record.from_json(line))
         except (ValueError, KeyError, TypeError) as error:
-            raise ButtressError(f"line {number} of {path} is not a record of this version: {error}") from error
+            raise ButtressError(
+                f"{path}, line {number}, is not a valid run record ({error}): remove the line or the file"
+            ) from error
     return records
 
 

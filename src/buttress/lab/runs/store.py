@@ -1,4 +1,4 @@
-"""A folder of runs: one subfolder per key, with the run's record, checkpoints, logs and locks."""
+"""The run store: a folder with one subfolder per run key, for its record, checkpoints, logs and locks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RunInUseError(ButtressError):
 
 
 class Store:
-    """A folder of runs, one subfolder per run key.
+    """A run folder with one subfolder per run key.
 
     Every file is written whole or not at all. JSON-lines files in the folder, as `write_records` writes them, count
     too: a run that has a record there is not trained again. A record in a run's own subfolder takes precedence.
@@ -54,7 +54,7 @@ class Store:
         return path
 
     def put_unless_done(self, record: Record) -> Record:
-        """Write the record of a run that was not trained to its end, unless the run is done after all.
+        """Write the record for a run that did not reach its end, unless the run is done after all.
 
         Args:
             record: A record that no other code has put into this store.
@@ -63,7 +63,7 @@ class Store:
             The record that the store now has for the run.
 
         Raises:
-            RunInUseError: If another process is training the run: its record will be the one of the run.
+            RunInUseError: If another process is training the run: its record will count.
         """
         with self.lock(record.run) as granted:
             if not granted:

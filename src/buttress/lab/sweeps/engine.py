@@ -20,12 +20,15 @@ from buttress.lab.training.loop import Progress, Watch, train
 PROGRESS_SECONDS = 0.5
 """Least time between two reports of a run's progress."""
 ERROR_LINES = 12
-"""Most lines of a lost process's error output in its run's record."""
+"""Maximum number of lines from a lost process's error output in its run record."""
 
 
 @dataclass(frozen=True)
 class SweepEvent:
-    """A run of a sweep was started (only `run` is set), got further, or ended; or another sweep is training it."""
+    """What happened to a run: it was started, got further, or ended, or another process trains it.
+
+    When a run is started, only `run` is set.
+    """
 
     run: Run
     progress: Progress | None = None
@@ -41,7 +44,7 @@ Listener = Callable[[SweepEvent], None]
 
 @dataclass(frozen=True)
 class Job:
-    """How all runs of a sweep are trained: plain values, which can be sent to other processes and machines."""
+    """How a sweep trains its runs: plain values, which can be sent to other processes and machines."""
 
     device: str | None = None
     """Such as "cpu" or "cuda". Default: a GPU if there is one."""
@@ -60,8 +63,8 @@ class Job:
             watch: Called with the progress, not too often.
 
         Returns:
-            The record. If there is a store, it has been put there, once: by `train` if the run is done or diverged, and
-            by this method if it failed.
+            The record. With a store, it has been put there, once: by `train` if the run is done or diverged, and by
+            this method if it failed.
 
         Raises:
             RunInUseError: If another process is training the run.
@@ -110,7 +113,7 @@ def is_final(record: Record) -> bool:
 
 
 class Engine(ABC):
-    """Trains the runs of a sweep."""
+    """Trains a sweep's runs."""
 
     @abstractmethod
     def train(self, runs: Sequence[Run], job: Job, store: Store, listen: Listener) -> None:

@@ -29,7 +29,7 @@ class Local(Engine):
     """Worker processes on this machine.
 
     Args:
-        workers: Most runs at a time.
+        workers: Maximum number of runs at a time.
     """
 
     workers: int = 1
@@ -176,7 +176,7 @@ def serve_runs(
     listen: Listener,
     stopping: threading.Event,
 ) -> None:
-    """Hand the runs of a queue to a worker, and start another one when it dies.
+    """Hand queued runs to a worker, and start another one when it dies.
 
     Args:
         queue: The runs.

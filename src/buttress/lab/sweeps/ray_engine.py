@@ -68,9 +68,9 @@ class Ray(Engine):
 
     def __post_init__(self) -> None:
         if not self.cpus > 0:
-            raise ConfigError(f"a run needs a CPU or a part of one, got {self.cpus:g}")
+            raise ConfigError(f"CPUs per run must be above 0, got {self.cpus:g}: a fraction is allowed")
         if self.gpus is not None and not 0 <= self.gpus <= 1:
-            raise ConfigError(f"a run uses one GPU or a part of one, between 0 and 1, got {self.gpus:g}")
+            raise ConfigError(f"GPUs per run must be between 0 and 1, got {self.gpus:g}: a fraction is allowed")
 
     def train(self, runs: Sequence[Run], job: Job, store: Store, listen: Listener) -> None:
         """Train every run as a Ray task; see `Engine.train`.
@@ -129,10 +129,10 @@ class Resources:
     cpus: float
     gpus: float
     runs: int
-    """Runs of the sweep."""
+    """Number of runs in the sweep."""
 
     def runs_per_device(self) -> int:
-        """Most runs at a time on this task's device."""
+        """Maximum number of runs at a time on this task's device."""
         if self.gpus:
             count = int(1 / self.gpus)
         else:
@@ -178,7 +178,7 @@ def _follow_tasks(
 
 
 def collect_record(run: Run, task: Any, store: Store) -> Record:
-    """The record of a finished task, which is put into the store here unless the task did so itself.
+    """The record from a finished task, which is put into the store here unless the task did so itself.
 
     Args:
         run: The task's run.
@@ -186,12 +186,12 @@ def collect_record(run: Run, task: Any, store: Store) -> Record:
         store: The sweep's store.
 
     Returns:
-        The record of the run: that of the task, or a better one that the store has.
+        The run's record: the task's, or the store's if the run is done there.
     """
     try:
         text, stored = ray.get(task)
         record = Record.from_json(text)
-    except (RayError, ValueError, KeyError, TypeError) as error:  # lost too often, or not a record of this version
+    except (RayError, ValueError, KeyError, TypeError) as error:  # lost too often, or not a record
         last = " | ".join(str(error).splitlines()[-ERROR_LINES:])
         record, stored = Record(run, "failed", error=f"no record came back, {type(error).__name__}: {last}"), False
     if stored:

@@ -1,4 +1,4 @@
-"""The runs of a sweep that no worker has taken yet."""
+"""The queue from which a sweep's workers take runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The program of a worker process: `python -m buttress.lab.sweeps.worker STORE JOB COUNT`.
 
-Runs come in on standard input and messages go out on standard output, one line of JSON each. A run's messages are any
-number of {"progress": ...}, then one with "in_use" and "exits".
+Runs come in on standard input and messages go out on standard output, one JSON object per line. A run's messages are
+any number of {"progress": ...}, then one with "in_use" and "exits".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def work(store: Store, job: Job, at_once: int) -> None:
     def read_requests() -> None:
         for line in sys.stdin:
             requests.put(line)
-        # The sweep was killed or is done. A run in progress has nobody left to be trained for.
+        # The sweep was killed or is done: the result of a run in progress is not needed any more.
         requests.put(None)
         if busy.is_set():
             os._exit(1)

@@ -122,7 +122,7 @@ def compile_model(model: nn.Module, forward: Callable[..., Any]) -> Callable[...
     Returns:
         What to call in place of `forward`.
     """
-    # What was compiled for other runs of this process counts towards the compiler's limit, beyond which it gives up.
+    # What this process compiled for other runs counts towards the compiler's limit, beyond which it gives up.
     torch.compiler.reset()
     blocks = list(model.get_submodule("blocks").children())
     if isinstance(model, GPT):

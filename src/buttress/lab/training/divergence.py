@@ -26,7 +26,7 @@ class DivergenceError(ButtressError, ArithmeticError):
     """Measurements until then."""
 
     def record(self, run: Run) -> Record:
-        """The record of the run that diverged."""
+        """The record for the run that diverged."""
         return Record(run, "diverged", curve=self.curve, error=str(self), metrics=dict(self.metrics))
 
 

@@ -55,7 +55,7 @@ class TensorBoard(Log):
     """Scalars for TensorBoard.
 
     Args:
-        folder: The folder of the event files.
+        folder: Where event files are written.
 
     Raises:
         MissingExtraError: If TensorBoard is not installed.
@@ -80,7 +80,7 @@ class TensorBoard(Log):
 
 
 class WeightsAndBiases(Log):
-    """A run of Weights & Biases, identified by the run's key, so that it resumes as the same run.
+    """A Weights & Biases run, identified by the run's key, so that it resumes as the same run.
 
     Args:
         project: The project to log to.

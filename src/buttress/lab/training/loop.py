@@ -28,7 +28,7 @@ from buttress.lab.training.trainer import Trainer
 from buttress.lab.training.weights import save_weights
 
 WINDOW = 100
-"""Most steps between two pauses, at which losses are copied to the host."""
+"""Maximum number of steps between two pauses, at which losses are copied to the host."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def train(
         way: Former name of `parallel`.
 
     Returns:
-        The record of the run.
+        The run's record.
 
     Raises:
         ConfigError: If the run cannot be trained as configured.
@@ -125,7 +125,7 @@ def train(
 
 
 def _train_in_store(run: Run, store: Store, options: TrainOptions, group: ProcessGroup) -> Record:
-    """Train a run whose lock is held, and put its record into the store."""
+    """Train a run that this process has locked, and put its record into the store."""
     folder = store.run_folder(run)
     try:
         loop = TrainingLoop(run, options, group, folder)
@@ -207,7 +207,7 @@ class TrainingLoop:
         self._report(first, loss, error)
 
     def _explained(self, error: DivergenceError, steps: int) -> DivergenceError:
-        """The error with what is known about the run's first steps."""
+        """The error with the curve of the run's first steps and its metrics."""
         error.curve, error.metrics = training_curve(self.trainer, steps), self.history.metrics
         return error
 

@@ -1,4 +1,4 @@
-"""From a finished trainer to the record of its run."""
+"""From a finished trainer to the run record."""
 
 from __future__ import annotations
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from buttress import ButtressError
 from buttress.lab.data import load
@@ -32,7 +34,7 @@ def sample(
     """Continue a prompt, until `count` tokens or the end of the text.
 
     Args:
-        folder: The folder of one run, with its final weights or a checkpoint.
+        folder: One run's folder, with its final weights or a checkpoint.
         prompt: Text to continue; if empty, start a new text.
         count: Most tokens to sample.
         temperature: Divides the logits; 0 always takes the most likely token.
@@ -51,7 +53,7 @@ def sample(
     where = resolve_device(device)
     task = load(run.task, where, data).at(run)
     if not isinstance(task, Text):
-        raise ButtressError(f"{folder} is a run of {run.task}: only text runs can be sampled")
+        raise ButtressError(f"{folder} is a {run.task} run: only text runs can be sampled")
     if fingerprint != task.fingerprint:
         raise ButtressError(
             f"{folder} was trained on other tokens ({fingerprint}) than those in {task.tokens.folder} "
@@ -67,14 +69,19 @@ def sample(
     stream = model.eval().sample(
         torch.tensor([ids], device=where), words=tokens.vocab, temperature=temperature, top=top, generator=generator
     )
-    sampled: list[int] = []
+    yield from _text_pieces(islice(stream, count), tokens.decode, tokens.end)
+
+
+def _text_pieces(stream: Iterable[Tensor], decode: Callable[[list[int]], str], end: int) -> Iterator[str]:
+    """Text from token ids, piece by piece, until the end-of-text token."""
+    ids: list[int] = []
     emitted = ""
-    for _, token in zip(range(count), stream, strict=False):
-        if token.item() == tokens.end:
-            break
-        sampled.append(int(token))
+    for token in stream:
+        if token.item() == end:
+            return
+        ids.append(int(token))
         # A character may take several tokens: an incomplete one waits for the next.
-        text = tokens.decode(sampled)
+        text = decode(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(emitted) :]
             emitted = text
