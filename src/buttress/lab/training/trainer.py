@@ -79,10 +79,17 @@ class Trainer:
         with matmul_precision(run):
             self.probe = FeatureProbe(self.model, self.task, device, group) if run.probe else None
         update = TrainingStep(
-            run, self.model, self.loss, self.optimizer,
-            LearningRates(self.optimizer, self.schedule, on_device=self.uses_graph),
-            self.batches, self.tables, group, self.probe, self.uses_graph,
-        )  # fmt: skip
+            run=run,
+            model=self.model,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            rates=LearningRates(self.optimizer, self.schedule, on_device=self.uses_graph),
+            batches=self.batches,
+            tables=self.tables,
+            group=group,
+            probe=self.probe,
+            replayed=self.uses_graph,
+        )
         self.replay = GraphReplay(update, device, self.batches.generator) if self.uses_graph else None
         self._update: Callable[[], None] = self.replay or update
 
