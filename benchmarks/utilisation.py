@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from buttress.lab.data import load
 from buttress.lab.recipes.cifar import MLP, VIT
 from buttress.lab.runs.config import Run
-from buttress.lab.training.trainer import Trainer, side_stream
+from buttress.lab.training.graph import side_stream
+from buttress.lab.training.trainer import Trainer
 
 PEAK = 377e12
 """Of one H200 in tf32, FLOP/s: half of what bf16 products reach."""

@@ -317,7 +317,7 @@ def stability_table() -> str:
     rows = []
     for r in sorted(runs("gpt2-stability"), key=lambda r: (r.run.lr, r.run.normalize)):
         blocks = [size for _, size in figures.largest(r)]
-        layers = (r.looks[f"{which} output"][-1][1] for which in ("median", "largest"))
+        layers = (r.metrics[f"{which} output"][-1][1] for which in ("median", "largest"))
         sizes = (max(blocks), blocks[-1], *layers)
         cells = (f"{size:,.0f}" if size >= 10 else f"{size:.2f}" for size in sizes)
         weights = "yes" if r.run.normalize else "no"

@@ -1,4 +1,4 @@
-"""Bodies for tests with two processes: top-level functions, because `spawn` finds them by name."""
+"""Functions that tests run in two processes; at the top level, because `spawn` imports them by name."""
 
 from __future__ import annotations
 
@@ -27,10 +27,17 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def run(jobs: Mapping[str, Job], folder: Path, seconds: float = 60) -> dict[str, list[Any]]:
-    """Results of every job on every rank; a job that raised gives its traceback as a string instead.
+    """Run jobs in two gloo processes, which have ended when this returns.
 
-    Two gloo processes meet through a file, so there is no port to lose to somebody else, and talk over
-    the loopback interface. They are gone when this returns, whatever happened.
+    They meet through a file, because a port may be taken, and communicate over the loopback interface.
+
+    Args:
+        jobs: Functions with their arguments, by name.
+        folder: An empty folder.
+        seconds: Timeout.
+
+    Returns:
+        The results of every job on every rank; the traceback as a string, if a job raised an error.
     """
     context = mp.spawn(_worker, (dict(jobs), str(folder)), nprocs=PROCESSES, join=False)
     try:
@@ -96,7 +103,7 @@ def train(kind: str, text: str, steps: int = 3) -> tuple[list[float], dict[str, 
         model = DistributedDataParallel(model)
     elif kind == "fsdp":
         shard(model)
-    # After wrapping and sharding, as users are told to.
+    # After wrapping and sharding, as the documentation says.
     optimizer = torch.optim.AdamW(bt.param_groups(model, lr=0.05, weight_decay=0.1))
     losses = []
     if kind != "single":
@@ -120,7 +127,7 @@ def _whole(p: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    """One of everything that `param_groups` has to know: structured, dense, fused, tied, table, vector, frozen."""
+    """One parameter of every kind for `param_groups`: structured, dense, fused, tied, table, vector, frozen."""
 
     def __init__(self, width: int, structure: bt.Structure | None = None) -> None:
         super().__init__()
@@ -145,7 +152,7 @@ Rates = list[tuple[Any, ...]]
 
 
 def rates_of(model: nn.Module, rule: str) -> Rates:
-    """What `explain` says of every parameter, at four times the width of the base."""
+    """The rows of `explain` for every parameter, at four times the width of the base."""
     rows = bt.explain(model, 1e-3, base=Net(16), weight_decay=0.1, rule=rule, scale={"up*": 0.5}).rows
     return [(r.name, r.shape, r.fan_in, r.std, r.multiplier, r.lr, r.weight_decay, r.why) for r in rows]
 
@@ -161,10 +168,10 @@ def rates(kind: str, rule: str) -> Rates:
         model = DistributedDataParallel(model)
     if kind == "fsdp":
         shard(model)
-    found = rates_of(model, rule)
+    rows = rates_of(model, rule)
     groups = bt.param_groups(model, 1e-3, base=Net(16), weight_decay=0.1, rule=rule, scale={"up*": 0.5})
     listed = [id(p) for g in groups for p in g["params"]]
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     assert len(listed) == len(trainable)
     assert set(listed) == trainable
-    return found
+    return rows

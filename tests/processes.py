@@ -1,4 +1,4 @@
-"""Jobs of several processes on this machine, by torchrun: started, watched, and ended whatever happens."""
+"""Processes of tests: jobs of torchrun, and workers of sweeps that do something before they train."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from buttress.lab.runs.config import Run
 
 HERE = Path(__file__).parent
@@ -22,10 +24,10 @@ ENV = os.environ | {
 }
 
 
-def training(run: Run, runs: Path, data: Path, way: str = "ddp") -> list[str]:
-    """What torchrun is to start: one run, with a checkpoint at every pause."""
+def training(run: Run, runs: Path, data: Path, parallel: str = "ddp") -> list[str]:
+    """Arguments of Python that train one run, with a checkpoint at every pause."""
     fields = [f"{name}={value}" for name, value in json.loads(run.to_json()).items()]
-    places = ["--runs", str(runs), "--data", str(data), "--checkpoint-seconds", "0", "--parallel", way]
+    places = ["--runs", str(runs), "--data", str(data), "--checkpoint-seconds", "0", "--parallel", parallel]
     return ["-m", "buttress", "train", *fields, *places]
 
 
@@ -37,9 +39,18 @@ def torchrun(
     seconds: float = 180,
     meanwhile: Callable[[int], None] = lambda agent: None,
 ) -> tuple[int, str]:
-    """Start processes that see these GPUs; how they ended, and what they said.
+    """Start processes that see these GPUs, and end them in every case.
 
-    `meanwhile` is given the id of their parent.
+    Args:
+        what: The program and its arguments.
+        count: The number of processes.
+        gpus: The value of CUDA_VISIBLE_DEVICES.
+        restarts: The value of --max-restarts.
+        seconds: Timeout.
+        meanwhile: Called with the id of their parent once it is started.
+
+    Returns:
+        The exit status, and the output.
     """
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={count}"]
     command = [sys.executable, *launch, f"--max-restarts={restarts}", *what]
@@ -50,27 +61,42 @@ def torchrun(
         out, _ = job.communicate(timeout=seconds)
     finally:
         if job.poll() is None:
-            left = list(below(job.pid))
+            descendants = list(below(job.pid))
             job.kill()
             job.wait()
-            for pid in left:
+            for pid in descendants:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     return job.returncode, out
 
 
 def children(parent: int) -> list[int]:
-    """The processes that a process started and that are still there."""
-    found: list[int] = []
+    """The running children of a process."""
+    pids: list[int] = []
     with suppress(FileNotFoundError):
         for task in Path(f"/proc/{parent}/task").iterdir():
             with suppress(FileNotFoundError):
-                found += map(int, (task / "children").read_text().split())
-    return found
+                pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def below(parent: int) -> Iterator[int]:
-    """Its children, and theirs."""
+    """Children of a process, and their children."""
     for pid in children(parent):
         yield pid
         yield from below(pid)
+
+
+def before_training(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Have every worker of a sweep execute a line before it trains a `run`: Python starts with this file."""
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'buttress.lab.sweeps.worker' in ' '.join(sys.orig_argv):\n"
+        "    import buttress.lab.training.trainer as t\n"
+        "    whole = t.Trainer.__init__\n"
+        "    def init(self, run, *a, **k):\n"
+        f"        {line}\n"
+        "        whole(self, run, *a, **k)\n"
+        "    t.Trainer.__init__ = init\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)

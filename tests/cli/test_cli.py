@@ -20,7 +20,8 @@ from buttress.lab.analysis import figures
 from buttress.lab.analysis.report import command, report
 from buttress.lab.recipes import cifar
 from buttress.lab.runs.config import Run
-from buttress.lab.runs.records import Record, Store, read_records
+from buttress.lab.runs.records import Record, read_records
+from buttress.lab.runs.store import Store
 
 
 def run(*arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
@@ -102,13 +103,13 @@ class TestCommands:
             (("train", "widht=3"), 2, "did you mean 'width'"),
             (("train", "structure=bt"), 2, "did you mean"),
             (("train", "task=cifar10", "--data", "/nowhere"), 2, "cifar-10-python.tar.gz, not in /nowhere"),
-            (("train", "lr=1e9", "optimizer=sgd", "steps=50", "width=16"), 1, "the loss is no number at step"),
+            (("train", "lr=1e9", "optimizer=sgd", "steps=50", "width=16"), 1, "the loss is not finite at step"),
             (("report", "/nowhere"), 2, "there are no records"),
             (("records", "/nowhere", "/nowhere/x.jsonl"), 2, "holds no record"),
             (("inspect", "btt(rank=0)"), 2, "rank"),
             (("nonsense",), 2, "No such command"),
             (("train", "task=[/x]"), 2, "no task is called '[/x]'"),
-            (("train", "--device", "abacus"), 2, "no device"),
+            (("train", "--device", "abacus"), 2, "is not a device"),
             (("check", "btt", "--widths", "a,b"), 2, "at least two widths"),
         ],
     )
@@ -202,10 +203,10 @@ class TestReport:
         assert text.count("<svg") == 1
 
     def test_a_run_that_diverged_soon_still_shows_its_loss(self) -> None:
-        looks = {"activation/blocks.0": [(0, 1.0), (100, 9.0)]}
+        metrics = {"activation/blocks.0": [(0, 1.0), (100, 9.0)]}
         curve = [(step, 9.0 + step / 100, 90.0) for step in (20, 40, 60, 80, 100)]
-        failed = Record(Run(task="text", steps=6000), "failed", curve=curve, error="Diverged: it did", looks=looks)
-        figure = figures.stability([failed])
+        diverged = Record(Run(task="text", steps=6000), "diverged", curve=curve, error="it did", metrics=metrics)
+        figure = figures.stability([diverged])
         assert figure is not None
         assert [len(line.get_xdata()) for line in figure.axes[-1].get_lines()] == [5]
 

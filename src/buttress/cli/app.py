@@ -29,13 +29,17 @@ from rich.table import Table
 import buttress as bt
 from buttress.lab.data import load
 from buttress.lab.recipes import find, recipes
-from buttress.lab.runs.config import ConfigError, Run, nearest, with_fields
-from buttress.lab.runs.records import Record, Store, read_records, write_records
-from buttress.lab.sweeps.local import Engine, Local, News
-from buttress.lab.sweeps.local import sweep as run_sweep
-from buttress.lab.training.logs import Lines, Log, Several, TensorBoard, WeightsAndBiases
-from buttress.lab.training.loop import Progress, device_of
+from buttress.lab.runs.config import ConfigError, Run, with_fields
+from buttress.lab.runs.records import Record, read_records, write_records
+from buttress.lab.runs.store import Store
+from buttress.lab.sweeps.engine import Engine, SweepEvent
+from buttress.lab.sweeps.local import Local
+from buttress.lab.sweeps.sweep import sweep as run_sweep
+from buttress.lab.training.devices import resolve_device
+from buttress.lab.training.logs import CombinedLog, JsonLines, Log, TensorBoard, WeightsAndBiases
+from buttress.lab.training.loop import Progress
 from buttress.lab.training.loop import train as run_train
+from buttress.suggestions import did_you_mean
 
 app = typer.Typer(
     name="buttress",
@@ -163,9 +167,9 @@ def train(
     run = with_fields(Run(), settings or [])
     store = Store(runs)
     first = os.environ.get("RANK", "0") == "0"
-    logs: list[Log] = [Lines(store.place(run) / "log.jsonl")]
+    logs: list[Log] = [JsonLines(store.run_folder(run) / "log.jsonl")]
     if tensorboard and first:
-        logs.append(TensorBoard(store.place(run) / "tensorboard"))
+        logs.append(TensorBoard(store.run_folder(run) / "tensorboard"))
     if wandb and first:
         logs.append(WeightsAndBiases(wandb, run.key, json.loads(run.to_json())))
     with _bars() if first else nullcontext() as bars:
@@ -176,12 +180,12 @@ def train(
                 _show(bars, bar, progress)
 
         record = run_train(
-            run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=Several(*logs),
-            checkpoint_seconds=checkpoint_seconds, way=parallel,
+            run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=CombinedLog(*logs),
+            checkpoint_seconds=checkpoint_seconds, parallel=parallel,
         )  # fmt: skip
     if first:
         _results([record], as_json)
-        console.print(f"kept in {store.place(run)}", highlight=False)
+        console.print(f"kept in {store.run_folder(run)}", highlight=False)
 
 
 @app.command()
@@ -216,14 +220,14 @@ def sweep(
         whole = bars.add_task(f"[bold]{recipe}", total=len(wanted), note="")
         under_way: dict[str, TaskID] = {}
 
-        def listen(news: News) -> None:
+        def listen(news: SweepEvent) -> None:
             key = news.run.key
             if news.record is not None:
                 if key in under_way:
                     bars.remove_task(under_way.pop(key))
-                if news.record.status == "failed":
+                if news.record.status != "done":
                     text = escape(f"{_name(news.run)}: {news.record.error}")
-                    bars.console.print(f"[red]failed[/]: {text}", highlight=False)
+                    bars.console.print(f"[red]{news.record.status}[/]: {text}", highlight=False)
                 bars.advance(whole)
             elif news.elsewhere:
                 bars.console.print(
@@ -247,7 +251,7 @@ def _engine(on: str, workers: int | None, address: str | None, cpus: float | Non
     given = {"--workers": workers, "--address": address, "--cpus-per-run": cpus, "--gpus-per-run": gpus}
     takes = {"local": ("--workers",), "ray": ("--address", "--cpus-per-run", "--gpus-per-run")}
     if on not in takes:
-        raise ConfigError(f"a sweep cannot run on {on!r}{nearest(on, takes)}")
+        raise ConfigError(f"a sweep cannot run on {on!r}{did_you_mean(on, takes)}")
     for name, value in given.items():
         if value is not None and name not in takes[on]:
             raise ConfigError(f"{name} does not go with --on {on}, which takes {', '.join(takes[on])}")
@@ -400,7 +404,7 @@ def compress(
 
         found = run_compress(
             model, out, keep, candidates=structure, cost=price, plan=follow, text=calibrate, heal=heal, lr=lr,
-            device=device_of(device), tell=tell,
+            device=resolve_device(device), tell=tell,
         )  # fmt: skip
     if as_json:
         return _print(json.loads((out / "buttress-report.json").read_text(encoding="utf-8")))
@@ -482,7 +486,7 @@ def check(
     Example: `buttress check btt`, `buttress check btt --naive`
     """
     from buttress.lab.analysis.diagnostics import coordinate_check
-    from buttress.lab.training.building import model_of
+    from buttress.lab.training.building import build_model
 
     sizes = [int(w) for w in widths.split(",") if w.strip().isdecimal()]
     if len(sizes) < 2 or len(sizes) != len(widths.split(",")) or steps < 1:
@@ -495,7 +499,7 @@ def check(
     index = torch.randint(0, task.epoch or 1, (steps + 1, 128), generator=generator)
     batches = [task.draw(i, generator) for i in index]
     found = coordinate_check(
-        lambda width: model_of(with_fields(run, [f"width={width}"]), task),
+        lambda width: build_model(with_fields(run, [f"width={width}"]), task),
         sizes,
         lambda step: batches[step],
         lr=1e-2,
@@ -537,7 +541,7 @@ def _results(records: Iterable[Record], as_json: bool) -> None:
     for name in ("structure", "width", "MACs", "parameters", "train error", "test error", "seconds"):
         table.add_column(name, justify="left" if name == "structure" else "right", no_wrap=True)
     for r in sorted(rows, key=lambda r: (r.run.structure, r.macs)):
-        numbers = ("failed", "", "")
+        numbers: tuple[str, str, str] = (r.status, "", "")
         if r.status == "done":
             train_error, test_error, seconds = (r.results[k] for k in ("train_error", "test_error", "seconds"))
             numbers = (f"{train_error:.2f} %", f"{test_error:.2f} %", f"{seconds:.1f}")

@@ -23,13 +23,16 @@ from buttress.lab.data import DataError, load
 from buttress.lab.data import text as text_task
 from buttress.lab.models import GPT, gpt
 from buttress.lab.runs.config import ConfigError, Run
-from buttress.lab.runs.records import Record, Store, write_weights
+from buttress.lab.runs.records import Record
+from buttress.lab.runs.store import Store
 from buttress.lab.training import checkpoints
-from buttress.lab.training import metrics as trace
-from buttress.lab.training.building import groups_of
+from buttress.lab.training.building import build_param_groups
+from buttress.lab.training.divergence import DivergenceError, diagnose
 from buttress.lab.training.loop import train
+from buttress.lab.training.metrics import spectral_norm, summarize
 from buttress.lab.training.sampling import sample
-from buttress.lab.training.trainer import Diverged, Trainer
+from buttress.lab.training.trainer import Trainer
+from buttress.lab.training.weights import write_weights
 from processes import children, torchrun, training
 
 pytest.importorskip("tokenizers", reason="text is tokenised by the tokenizers library")
@@ -180,7 +183,7 @@ class TestRates:
         with torch.device("meta"):
             model = GPT(50304, 16, 1024, depth=1, heads=6, head_width=64)
             bt.replace_(model, {"*": bt.BTT(rank=4)}, normalize=True)
-        rates = {id(p): g["lr"] for g in groups_of(run, model, task) for p in g["params"]}
+        rates = {id(p): g["lr"] for g in build_param_groups(run, model, task) for p in g["params"]}
         found = {n: rates[id(p)] for n, p in model.named_parameters()}
         pairs = {"blocks.0.to_q": (12, 3), "blocks.0.to_out": (24, 4), "blocks.1.up": (12, 3), "head": (12, 3)}
         pairs |= {"blocks.1.down": (6, 1.5)}
@@ -224,14 +227,14 @@ class TestTraining:
         assert record.results["test_loss"] < 0.6 * math.log(320)
         assert record.results["tokens_per_second"] > 0
         assert record.results["head_macs"] == 32 * bt.BTT(rank=2).chain(32, 320).macs
-        assert [step for step, _ in record.looks["test_loss"]] == [40, 80, 120]
-        assert record.looks["test_loss"][-1][1] == pytest.approx(record.results["test_loss"])
-        assert [step for step, _ in record.looks["activation/blocks.3"]] == [0, 60, 120]
+        assert [step for step, _ in record.metrics["test_loss"]] == [40, 80, 120]
+        assert record.metrics["test_loss"][-1][1] == pytest.approx(record.results["test_loss"])
+        assert [step for step, _ in record.metrics["activation/blocks.3"]] == [0, 60, 120]
         assert Record.from_json(record.to_json()) == record
-        assert record.made_on["data"].split()[1]
+        assert record.environment["data"].split()[1]
         from safetensors.torch import load_file
 
-        weights = load_file(store.place(run) / "weights.safetensors")
+        weights = load_file(store.run_folder(run) / "weights.safetensors")
         model = Trainer(run, load("text", folder=data), CPU).model
         model.load_state_dict(weights)
 
@@ -254,13 +257,13 @@ class TestTraining:
         run = replace(
             RUN, lr=30.0, normalize=False, clip=0.0, structure="", steps=2000, optimizer="sgd", warmup=0, trace=5
         )
-        with pytest.raises(Diverged, match=r"(no number|does not come back)"):
+        with pytest.raises(DivergenceError, match=r"(not finite|above the divergence threshold)"):
             train(run, store=Store(tmp_path), device="cpu", data=data)
         record = Store(tmp_path).get(run)
         assert record is not None
-        assert record.status == "failed"
+        assert record.status == "diverged"
         assert "Try a smaller lr than 30" in record.error
-        assert record.looks["activation/blocks.3"][0][0] == 0
+        assert record.metrics["activation/blocks.3"][0][0] == 0
 
     def test_what_text_does_not_know_is_refused(self, data: Path) -> None:
         task = load("text", folder=data)
@@ -277,9 +280,9 @@ class TestTraining:
     def test_blaming_ends_where_the_run_was(self, data: Path) -> None:
         trainer = Trainer(RUN, load("text", folder=data), CPU)
         trainer.advance(3)
-        before = trainer.copied()
+        before = trainer.snapshot()
         trainer.advance(6)
-        assert "but is one when the steps are repeated" in str(trainer.blame(before))
+        assert "but is finite when the steps are repeated" in str(diagnose(trainer, before))
         assert trainer.step == 6
 
     def test_other_text_is_refused_in_the_middle(self, data: Path, tmp_path: Path) -> None:
@@ -288,12 +291,12 @@ class TestTraining:
         Trainer(RUN, load("text", folder=data), CPU).save(tmp_path / "run")
         other = tmp_path / "data"
         tokens.write([data / "val.txt"], other / "tales", val=data / "train.txt", tokenizer="train:300")
-        with pytest.raises(bt.ButtressError, match="begun on other data"):
+        with pytest.raises(bt.ButtressError, match="started on other data"):
             Trainer(RUN, load("text", folder=other), CPU).resume(tmp_path / "run")
         tokens.write([data / "train.txt"], other / "small" / "tales", val=data / "val.txt", tokenizer="train:280")
         small = load("text", folder=other / "small").at(RUN)
         assert small.classes == 320
-        with pytest.raises(bt.ButtressError, match="begun on other data"):
+        with pytest.raises(bt.ButtressError, match="started on other data"):
             Trainer(RUN, small, CPU).resume(tmp_path / "run")
 
     def test_a_checkpoint_of_another_width(self, data: Path, tmp_path: Path) -> None:
@@ -306,7 +309,7 @@ class TestTraining:
         assert path is not None
         facts = json.loads((path / "run.json").read_text())
         (path / "run.json").write_text(json.dumps(facts | {"run": wide.to_json()}))
-        with pytest.raises(checkpoints.CheckpointError, match="remove it to begin this run anew"):
+        with pytest.raises(checkpoints.CheckpointError, match="remove it to start over"):
             Trainer(wide, load("text", folder=data), CPU).resume(tmp_path)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="file sizes are limited by Linux's means")
@@ -329,7 +332,7 @@ class TestTraining:
         )  # fmt: skip
         assert done.returncode != 0
         assert "the checkpoint of step 5 could not be written" in done.stderr
-        assert "the one of step 2 is whole" in done.stderr
+        assert "that of step 2 is complete" in done.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
         trainer = Trainer(RUN, load("text", folder=data), CPU)
         assert trainer.resume(tmp_path)["step"] == 2
@@ -344,26 +347,26 @@ class TestSample:
         else:
             trainer = Trainer(RUN, load("text", folder=data), CPU)
             trainer.advance(RUN.steps)
-            trainer.save(store.place(RUN))
-        pieces = list(sample(store.place(RUN), "the cat", data=data, count=40, device="cpu"))
+            trainer.save(store.run_folder(RUN))
+        pieces = list(sample(store.run_folder(RUN), "the cat", data=data, count=40, device="cpu"))
         assert len(pieces) > 5
         known = set((data / "train.txt").read_text().replace(".", " ").split())
         words = "".join(pieces).replace(".", " ").split()
         assert sum(word in known for word in words) > 0.8 * len(words)
-        assert pieces == list(sample(store.place(RUN), "the cat", data=data, count=40, device="cpu"))
-        assert pieces != list(sample(store.place(RUN), "the cat", data=data, count=40, seed=1, device="cpu"))
+        assert pieces == list(sample(store.run_folder(RUN), "the cat", data=data, count=40, device="cpu"))
+        assert pieces != list(sample(store.run_folder(RUN), "the cat", data=data, count=40, seed=1, device="cpu"))
 
     def test_what_cannot_be_sampled(self, data: Path, tmp_path: Path) -> None:
         with pytest.raises(bt.ButtressError, match="neither a record nor a checkpoint"):
             next(sample(tmp_path, "", data=data))
         run = Run(steps=2)
         train(run, store=Store(tmp_path), device="cpu")
-        with pytest.raises(bt.ButtressError, match="runs of text alone"):
+        with pytest.raises(bt.ButtressError, match="only text runs can be sampled"):
             next(sample(tmp_path / run.key, "", data=data))
-        Store(tmp_path).put(Record(RUN, "done", made_on={"data": "gpt2 0123"}))
+        Store(tmp_path).put(Record(RUN, "done", environment={"data": "gpt2 0123"}))
         with pytest.raises(bt.ButtressError, match=r"trained on other tokens \(gpt2 0123\)"):
             next(sample(tmp_path / RUN.key, "", data=data))
-        Store(tmp_path).put(Record(RUN, "done", made_on={"data": load("text", folder=data).at(RUN).fingerprint}))
+        Store(tmp_path).put(Record(RUN, "done", environment={"data": load("text", folder=data).at(RUN).fingerprint}))
         with pytest.raises(bt.ButtressError, match="no weights"):
             next(sample(tmp_path / RUN.key, "", data=data))
         (tmp_path / RUN.key / "weights.safetensors").write_bytes(b"\x80\x04N.")
@@ -374,7 +377,7 @@ class TestSample:
         with pytest.raises(bt.ButtressError, match="weights of another model than the record"):
             next(sample(tmp_path / RUN.key, "", data=data))
         (tmp_path / RUN.key / "record.json").write_text('{"half": ')
-        with pytest.raises(bt.ButtressError, match="not a record of this version"):
+        with pytest.raises(bt.ButtressError, match="not a valid run record"):
             next(sample(tmp_path / RUN.key, "", data=data))
 
 
@@ -382,7 +385,7 @@ class TestTrace:
     def test_sizes_are_what_they_are_called(self, data: Path) -> None:
         trainer = Trainer(RUN, load("text", folder=data), CPU)
         trainer.advance(3)
-        seen = trainer.look()
+        seen = trainer.evaluator.measure_norms()
         layer = trainer.model.get_submodule("blocks.1.up")
         assert isinstance(layer, bt.StructuredLinear)
         for factor in layer.chain.factors:
@@ -394,7 +397,7 @@ class TestTrace:
             gain = layer.gains[factor.name].item()
             assert seen[f"gain/blocks.1.up.{factor.name}"] == pytest.approx(gain)
         assert all(p.grad is None for p in trainer.model.parameters())
-        kept = trace.summary(seen)
+        kept = summarize(seen)
         assert kept["largest factor"] == max(v for n, v in seen.items() if n.startswith("factor/"))
         outputs = [v for n, v in seen.items() if n.startswith("output/")]
         assert len(outputs) == 6 * 2 + 1
@@ -408,14 +411,14 @@ class TestTrace:
             for step in range(1, 21):
                 trainer.advance(step)
                 if every and step % every == 0:
-                    trainer.look()
+                    trainer.evaluator.measure_norms()
             losses.append(trainer.losses)
         assert torch.equal(*losses)
 
     def test_spectral_norm_of_zero(self) -> None:
-        assert trace.spectral(torch.zeros(3, 4, 5)) == 0
+        assert spectral_norm(torch.zeros(3, 4, 5)) == 0
         w = torch.diag(torch.tensor([3.0, 1.0]))
-        assert trace.spectral(torch.stack((w, 2 * w))) == pytest.approx(6, rel=1e-3)
+        assert spectral_norm(torch.stack((w, 2 * w))) == pytest.approx(6, rel=1e-3)
 
 
 JOB = """
@@ -423,13 +426,13 @@ import sys
 from dataclasses import replace
 import torch.distributed as dist
 from buttress.lab.runs.config import Run
-from buttress.lab.runs.records import Store
+from buttress.lab.runs.store import Store
 from buttress.lab.training.loop import train
 run, data, folder = Run.from_json(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo")
 for way in ("ddp", "fsdp"):
-    train(run, store=Store(f"{folder}/{way}"), device="cpu", data=data, way=way)
-    train(replace(run, accumulate=2, batch=16), store=Store(f"{folder}/{way}"), device="cpu", data=data, way=way)
+    train(run, store=Store(f"{folder}/{way}"), device="cpu", data=data, parallel=way)
+    train(replace(run, accumulate=2, batch=16), store=Store(f"{folder}/{way}"), device="cpu", data=data, parallel=way)
 try:
     train(replace(run, batch=9), device="cpu", data=data)
 except ValueError as error:
@@ -450,13 +453,13 @@ class TestTeams:
             for way in ("ddp", "fsdp"):
                 record = Store(tmp_path / way).get(one)
                 assert record is not None
-                assert record.made_on["processes"] == f"2, {way}"
+                assert record.environment["processes"] == f"2, {way}"
                 for mine, theirs in zip(record.curve, alone.curve, strict=True):
                     assert mine == pytest.approx(theirs, rel=1e-3, abs=2e-4)
                 assert record.results["test_loss"] == pytest.approx(alone.results["test_loss"], rel=1e-3)
-                assert record.looks.keys() == alone.looks.keys()
-                for name, pairs in alone.looks.items():
-                    assert record.looks[name] == [pytest.approx(pair, rel=2e-2) for pair in pairs]
+                assert record.metrics.keys() == alone.metrics.keys()
+                for name, pairs in alone.metrics.items():
+                    assert record.metrics[name] == [pytest.approx(pair, rel=2e-2) for pair in pairs]
 
     def test_killed_processes(self, data: Path, tmp_path: Path) -> None:
         """One of two is killed: the job ends and says so. Another job goes on, and by itself after the next killing.
@@ -468,7 +471,7 @@ class TestTeams:
         store = Store(tmp_path / "runs")
 
         def reached() -> int:
-            path = checkpoints.latest(store.place(run))
+            path = checkpoints.latest(store.run_folder(run))
             return -1 if path is None else int(path.name.split("-")[1])
 
         def kill_one(agent: int) -> None:
@@ -483,7 +486,7 @@ class TestTeams:
         assert status != 0
         assert "Signal 9 (SIGKILL)" in out
         assert store.get(run) is None
-        assert len(list((store.place(run) / f"checkpoint-{reached()}").glob("*.safetensors"))) == 2
+        assert len(list((store.run_folder(run) / f"checkpoint-{reached()}").glob("*.safetensors"))) == 2
         shutil.copytree(store.folder, tmp_path / "alone")
 
         status, out = torchrun(*training(run, store.folder, data, "ddp"), restarts=2, meanwhile=kill_one)
@@ -506,7 +509,7 @@ class TestOnTheGpu:
         for one, other in zip(mine.curve, theirs.curve, strict=True):
             assert one[:2] == pytest.approx(other[:2], rel=1e-2)
         assert mine.results["test_loss"] == pytest.approx(theirs.results["test_loss"], rel=1e-2)
-        assert mine.looks.keys() == theirs.looks.keys()
+        assert mine.metrics.keys() == theirs.metrics.keys()
 
     def test_text_read_from_disk(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Launched by Python, and still the run that a graph replays from what lies on the device."""
@@ -530,5 +533,5 @@ class TestOnTheGpu:
         assert status == 0, out
         record = store.get(self.RUN)
         assert record is not None
-        assert record.made_on["device"] == torch.cuda.get_device_name()
+        assert record.environment["device"] == torch.cuda.get_device_name()
         self.agree(record, train(self.RUN, device="cuda", data=data))

@@ -1,4 +1,4 @@
-"""Sweeps on a real cluster of Ray, not all of whose machines live to see the end of it."""
+"""Sweeps on a real Ray cluster, some of whose machines are lost."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ import torch
 from ray.cluster_utils import Cluster
 
 import buttress.lab.sweeps.ray_engine as engine
-from buttress.cli import main as cli
+import lab_runs
+from buttress.cli import main
 from buttress.lab.recipes import find
-from buttress.lab.runs.config import ConfigError, Run, with_fields
-from buttress.lab.runs.records import Record, Store
-from buttress.lab.sweeps.local import Job, News, sweep
-from buttress.lab.sweeps.ray_engine import Ray
+from buttress.lab.runs.config import ConfigError, with_fields
+from buttress.lab.runs.records import Record
+from buttress.lab.runs.store import Store
+from buttress.lab.sweeps.engine import Job, SweepEvent
+from buttress.lab.sweeps.ray_engine import Ray, Resources
+from buttress.lab.sweeps.sweep import sweep
 from buttress.lab.training.loop import Progress, train
+from lab_runs import CountingStore
 
-SMALL = Run(task="digits", width=16, depth=1, lr=1e-2, batch=64, steps=150)
-BAD = replace(SMALL, lr=1e9, optimizer="sgd", schedule="constant")
+SMALL = replace(lab_runs.SMALL, steps=150)
+BAD = replace(lab_runs.DIVERGING, steps=150)
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False, "dashboard_agent_listen_port": 0}
 
 
@@ -62,9 +66,9 @@ def settings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        # Ray gives way to everybody else on a machine; beside other tests that would be a long wait.
+        # Ray yields to all other processes of a machine; next to other tests that would be a long wait.
         patch.setenv("RAY_worker_niceness", "0")
-        # Ray replaces 127.0.0.1 by an address that others reach, unless it is told that there are no others.
+        # Ray replaces 127.0.0.1 by an address that others reach, unless it is configured for one machine.
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False)
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -74,14 +78,14 @@ def settings() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster(settings: None) -> Iterator[Cluster]:
     """A machine with no CPU to spare, where the sweep itself is, and two with one each."""
-    made = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0, "num_gpus": 2})
+    nodes = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 0, "num_gpus": 2})
     try:
         for _ in range(2):
-            made.add_node(**NODE)
-        yield made
+            nodes.add_node(**NODE)
+        yield nodes
     finally:
         ray.shutdown()
-        made.shutdown()
+        nodes.shutdown()
 
 
 @pytest.fixture(scope="class")
@@ -114,14 +118,14 @@ def trained_on(node: Any) -> list[Path]:
 
 
 def test_a_node_that_dies_takes_no_run_along(cluster: Cluster, tmp_path: Path) -> None:
-    store = Store(tmp_path / "ray")
+    store = CountingStore(tmp_path / "ray")
     runs = [replace(SMALL, seed=s, steps=2000 if s < 2 else 150) for s in range(6)]
-    news: list[News] = []
+    events: list[SweepEvent] = []
     lost: list[str] = []
 
-    def listen(told: News) -> None:
-        news.append(told)
-        if told.progress is not None and not lost:
+    def listen(event: SweepEvent) -> None:
+        events.append(event)
+        if event.progress is not None and not lost:
             node = next(n for n in cluster.worker_nodes if trained_on(n))
             lost.extend(place.name for place in trained_on(node))
             kill(node)
@@ -129,24 +133,25 @@ def test_a_node_that_dies_takes_no_run_along(cluster: Cluster, tmp_path: Path) -
     records = sweep([*runs, BAD], store, on=Ray(cluster.address), device="cpu", listen=listen)
 
     assert [r.run for r in records] == [*runs, BAD]
-    assert [r.status for r in records] == ["done"] * 6 + ["failed"]
+    assert [r.status for r in records] == ["done"] * 6 + ["diverged"]
     assert len(list(store)) == 7
+    assert not store.puts, "records are put by the machines, which see the store"
     (again,) = (run for run in runs if run.key in lost)
-    ended = [n.run.key for n in news if n.record is not None]
-    begun = [n.run.key for n in news if n.record is None and n.progress is None]
-    assert Counter(ended) == Counter(begun) == {run.key: 1 for run in [*runs, BAD]}
+    ended = [e.run.key for e in events if e.record is not None]
+    started = [e.run.key for e in events if e.record is None and e.progress is None]
+    assert Counter(ended) == Counter(started) == {run.key: 1 for run in [*runs, BAD]}
     for run in runs:
-        told = [n for n in news if n.run == run]
-        assert told[0].progress is told[0].record is None
-        assert told[-1].record == store.get(run)
+        of_run = [e for e in events if e.run == run]
+        assert of_run[0].progress is of_run[0].record is None
+        assert of_run[-1].record == store.get(run)
 
     # What a local worker does, with one thread as a node with one CPU has.
     here = [Job("cpu").train(run, Store(tmp_path / "local"), 1, lambda progress: None) for run in (again, runs[5], BAD)]
     assert [results(r) for r in here[:2]] == [results(records[runs.index(again)]), results(records[5])]
     assert here[2] == records[6]
-    assert "Diverged: the loss is no number" in here[2].error
+    assert "the loss is not finite" in here[2].error
 
-    # A second time there is nothing to do, and nobody is asked.
+    # A second time there is nothing to do, and no cluster is needed.
     assert sweep([*runs, BAD], store, on=Ray("127.0.0.1:1"), retry=False) == records
     assert not list(store.folder.glob(".sweep-*"))
 
@@ -168,7 +173,7 @@ class TestRay:
             train(run, store=store, device="cpu", checkpoint_seconds=0.0, watch=stop)
         (record,) = sweep([run], store, on=Ray(), device="cpu")
         assert results(record) == results(whole)
-        steps = [json.loads(line)["step"] for line in (store.place(run) / "log.jsonl").read_text().splitlines()]
+        steps = [json.loads(line)["step"] for line in (store.run_folder(run) / "log.jsonl").read_text().splitlines()]
         assert saved[0] < min(steps) < max(steps) == 350
 
     def test_without_a_shared_disk_records_come_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +181,12 @@ class TestRay:
         def unseen(folder: Path) -> Iterator[Path]:
             yield folder / "the-nodes-do-not-see-this-file"
 
-        monkeypatch.setattr(engine, "_mark", unseen)
-        store = Store(tmp_path)
+        monkeypatch.setattr(engine, "shared_folder_marker", unseen)
+        store = CountingStore(tmp_path)
         good, bad = sweep([SMALL, BAD], store, on=Ray(), device="cpu")
-        assert (good.status, bad.status) == ("done", "failed")
-        assert good.made_on["at_once"] == "1"
+        assert store.puts == [good, bad] or store.puts == [bad, good], "records are put by the sweep"
+        assert (good.status, bad.status) == ("done", "diverged")
+        assert good.environment["at_once"] == "1"
         assert sorted(path.name for path in tmp_path.glob("*/*")) == ["lock"] * 2 + ["record.json"] * 2
 
     def test_a_run_in_other_hands_is_waited_for(self, tmp_path: Path) -> None:
@@ -199,23 +205,27 @@ class TestRay:
         assert record.status == "done"
 
     def test_waiting_has_an_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(engine, "PATIENCE", 0.1)
+        monkeypatch.setattr(engine, "LOCK_SECONDS", 0.1)
         store = Store(tmp_path)
-        mark, desk = tmp_path / "mark", engine._desk()
-        mark.touch()
+        marker, mailbox = tmp_path / "marker", engine.start_mailbox()
+        marker.touch()
         with store.lock(SMALL):
-            record = Record.from_json(engine._train(SMALL.to_json(), Job("cpu"), mark, desk, 1.0, 0.0, 1))
-        ray.kill(desk)
+            text, stored = engine.train_task(SMALL.to_json(), Job("cpu"), marker, mailbox, Resources(1.0, 0.0, 1))
+        ray.kill(mailbox)
+        record = Record.from_json(text)
+        assert not stored
         assert record.status == "failed"
         assert "another process is training this run" in record.error
 
-    def test_what_ray_gives_up_is_recorded(self) -> None:
+    def test_what_ray_gives_up_is_recorded(self, tmp_path: Path) -> None:
         def strike() -> str:
             import os
 
             os._exit(7)
 
-        record = engine._record(SMALL, ray.remote(strike).options(max_retries=0).remote())
+        task = ray.remote(strike).options(max_retries=0).remote()
+        record = engine.collect_record(SMALL, task, Store(tmp_path))
+        assert record == Store(tmp_path).get(SMALL)
         assert record.status == "failed"
         assert "WorkerCrashedError" in record.error
 
@@ -224,7 +234,7 @@ class TestRay:
         [
             ({"gpus": 0.0}, "cuda", "'cuda' do not go with 0 GPUs"),
             ({"gpus": 0.5}, "cpu", "'cpu' do not go with 0.5 GPUs"),
-            ({}, "cuda:1", "Ray says which GPU"),
+            ({}, "cuda:1", "Ray chooses the GPU"),
             ({"address": "127.0.0.1:1"}, "cpu", "connected to a Ray already"),
         ],
     )
@@ -233,28 +243,31 @@ class TestRay:
             sweep([SMALL], Store(tmp_path), on=Ray(**options), device=device)
 
     def test_the_part_of_a_gpu(self) -> None:
-        assert [Ray()._gpus(device) for device in (None, "cuda", "cpu")] == [1.0, 1.0, 0.0]
-        assert Ray(gpus=0.25)._gpus(None) == 0.25
-        assert engine._at_once(1.0, 0.25) == 4
+        assert [Ray().gpus_per_run(device) for device in (None, "cuda", "cpu")] == [1.0, 1.0, 0.0]
+        assert Ray(gpus=0.25).gpus_per_run(None) == 0.25
+        assert Resources(1.0, 0.25, 9).runs_per_device() == 4
+        assert Resources(1.0, 0.25, 3).runs_per_device() == 3
 
     def test_a_cluster_may_grow(self) -> None:
-        with pytest.warns(UserWarning, match="64 CPUs and 0 GPUs, which no machine of this Ray has now: waiting"):
-            Ray(cpus=64)._look_for_room(0, alone=False)
-        with pytest.raises(ConfigError, match="ask for less"):
-            Ray(cpus=64)._look_for_room(0, alone=True)
+        with pytest.warns(
+            UserWarning, match="64 CPUs and 0 GPUs, which no machine of this Ray cluster has now: waiting"
+        ):
+            Ray(cpus=64).check_capacity(0, may_grow=True)
+        with pytest.raises(ConfigError, match="request less"):
+            Ray(cpus=64).check_capacity(0, may_grow=False)
 
     def test_trouble_in_the_listener_ends_the_sweep(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def listen(news: News) -> None:
-            if news.progress is not None:
+        def listen(event: SweepEvent) -> None:
+            if event.progress is not None:
                 raise RuntimeError("the listener fell over")
 
         store, endless = Store(tmp_path), replace(SMALL, steps=10**6)
         with pytest.raises(RuntimeError, match="fell over"):
             sweep([endless], store, on=Ray(), device="cpu", listen=listen)
-        monkeypatch.setattr(engine, "PATIENCE", 30.0)
-        engine._wait(store, endless)
-        with store.lock(endless) as mine:
-            assert mine, "nobody trains it any more"
+        monkeypatch.setattr(engine, "LOCK_SECONDS", 30.0)
+        engine.wait_until_free(store, endless)
+        with store.lock(endless) as granted:
+            assert granted, "no process trains it any more"
 
 
 @pytest.mark.slow
@@ -290,27 +303,36 @@ def test_a_ray_of_its_own(tmp_path: Path) -> None:
 def test_runs_share_a_gpu(tmp_path: Path) -> None:
     records = sweep([replace(SMALL, seed=s) for s in range(4)], Store(tmp_path), on=Ray(gpus=0.25))
     assert [r.status for r in records] == ["done"] * 4
-    assert {r.made_on["device"] for r in records} == {torch.cuda.get_device_name()}
-    assert {r.made_on["at_once"] for r in records} == {"4"}
+    assert {r.environment["device"] for r in records} == {torch.cuda.get_device_name()}
+    assert {r.environment["at_once"] for r in records} == {"4"}
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("options", "says"),
     [
-        (("rya", None, None, None, None), "did you mean 'ray'"),
-        (("ray", 2, None, None, None), "--workers does not go with --on ray, which takes --address"),
-        (("local", None, "head:1", None, None), "--address does not go with --on local"),
-        (("ray", None, None, None, 2.0), "one GPU or a part of one"),
-        (("ray", None, None, 0.0, None), "a CPU or a part of one"),
+        (["--on", "rya"], "did you mean 'ray'"),
+        (["--on", "ray", "--workers", "2"], "--workers does not go with --on ray, which takes --address"),
+        (["--on", "local", "--address", "head:1"], "--address does not go with --on local"),
+        (["--on", "ray", "--gpus-per-run", "2"], "GPUs per run must be between 0 and 1"),
+        (["--on", "ray", "--cpus-per-run", "0"], "CPUs per run must be above 0"),
     ],
 )
-def test_wrong_questions(asked: tuple[Any, ...], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        cli._engine(*asked)
+def test_wrong_options_of_the_command(
+    options: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["buttress", "sweep", "digits", "--runs", str(tmp_path), *options])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert says in " ".join(capsys.readouterr().err.split())
 
 
-def test_nobody_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no cluster of Ray answers at '127"):
+def test_no_cluster_answers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no Ray cluster answers at '127"):
         sweep([SMALL], Store(tmp_path), on=Ray("127.0.0.1:1"))
 
 

@@ -60,7 +60,7 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[st
 
 def alone(record: Record) -> bool:
     """Whether a run had its device to itself, so that its times mean something."""
-    return record.made_on.get("at_once", "1") == "1"
+    return record.environment.get("at_once", "1") == "1"
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
@@ -286,7 +286,7 @@ def language(records: Iterable[Record]) -> Figure | None:
 
 def largest(record: Record) -> list[tuple[int, float]]:
     """By step, the largest RMS among all blocks' outputs; empty where nobody looked."""
-    blocks = [seen for name, seen in record.looks.items() if name.startswith("activation/")]
+    blocks = [seen for name, seen in record.metrics.items() if name.startswith("activation/")]
     return [(at[0][0], max(size for _, size in at)) for at in zip(*blocks, strict=True)]
 
 
@@ -295,7 +295,7 @@ def stability(records: Iterable[Record]) -> Figure | None:
     traced = [r for r in records if largest(r)]
     if not traced:
         return None
-    own = any("median output" in r.looks for r in traced)
+    own = any("median output" in r.metrics for r in traced)
     figure, panels = plt.subplots(1, 3 if own else 2, figsize=(12 if own else 9, 3.8), layout="constrained")
     sizes, losses = panels[0], panels[-1]
     names = _ordered(map(label, traced))
@@ -311,9 +311,9 @@ def stability(records: Iterable[Record]) -> Figure | None:
         # Of its first tenth, in which all fall alike, the loss would leave no room for the rest.
         late = [(step, loss) for step, loss, _ in r.curve if 10 * step >= r.curve[-1][0]]
         losses.plot([step for step, _ in late], [loss for _, loss in late], **style)
-        if "median output" in r.looks:
+        if "median output" in r.metrics:
             # Before the first step most layers make nothing: they start at zero.
-            pairs = [pair for pair in r.looks["median output"] if pair[1] > 0]
+            pairs = [pair for pair in r.metrics["median output"] if pair[1] > 0]
             panels[1].plot([step for step, _ in pairs], [size for _, size in pairs], **style)
     sizes.set(xlabel="step", ylabel="largest RMS of a block's output", yscale="log")
     losses.set(xlabel="step", ylabel="training loss")

@@ -12,11 +12,12 @@ from matplotlib.figure import Figure
 
 import buttress
 from buttress import ButtressError
+from buttress.files import write_text
 from buttress.lab.analysis import FitError, difference, figures, fit, published, saving
 from buttress.lab.analysis.figures import Metric, label, points
 from buttress.lab.recipes import find
 from buttress.lab.runs.config import Run
-from buttress.lab.runs.records import Record, write_text
+from buttress.lab.runs.records import Record
 
 STYLE = """
 :root { color-scheme: light; --ink: #1d2330; --soft: #5c6575; --line: #dde1e8; --paper: #ffffff; --tint: #f5f6f9; }
@@ -63,7 +64,7 @@ def report(records: Iterable[Record], path: Path | str, title: str = "Runs") -> 
 
 def _setting(run: Run) -> Run:
     """What a run has in common with the others of its experiment."""
-    return Run.of(asdict(run) | {f.name: f.default for f in fields(Run) if f.name in VARIED})
+    return Run.from_dict(asdict(run) | {f.name: f.default for f in fields(Run) if f.name in VARIED})
 
 
 def _is(setting: Run, recipe: str) -> bool:
@@ -244,14 +245,14 @@ def _quoted(value: object) -> str:
 
 
 def _failures(records: Sequence[Record]) -> str:
-    rows = [(command(r.run), r.error) for r in records if r.status == "failed"]
+    rows = [(command(r.run), r.error) for r in records if r.status != "done"]
     if not rows:
         return ""
     return "<h2>Failed</h2>" + _rows(("run", "what went wrong"), rows)
 
 
 def _machines(records: Sequence[Record]) -> str:
-    seen = list(dict.fromkeys(tuple(sorted(r.made_on.items())) for r in records if r.made_on))
+    seen = list(dict.fromkeys(tuple(sorted(r.environment.items())) for r in records if r.environment))
     names = sorted({name for one in seen for name, _ in one})
     rows = [[dict(one).get(name, "") for name in names] for one in seen]
     return "<h2>Made on</h2>" + _rows(names, rows) if names else ""

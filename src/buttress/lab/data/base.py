@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from buttress import ButtressError
-from buttress.lab.runs.config import Run, nearest
+from buttress.lab.runs.config import Run
+from buttress.suggestions import did_you_mean
 
 Batch = tuple[tuple[int, ...], Sequence[int]]
 """What a batch's random numbers are seeded with, and the numbers of its examples."""
@@ -35,7 +36,7 @@ class Task(ABC):
     language: ClassVar[bool] = False
     """Whether inputs are tokens, targets the ones that follow, and the model makes its loss itself."""
     streams: bool = False
-    """Whether examples are read on the host as training goes on, in the order that `follow` was told."""
+    """Whether examples are read on the host as training goes on, in the order that `prefetch` was given."""
     shape: tuple[int, ...]
     classes: int
     epoch: int | None
@@ -66,10 +67,10 @@ class Task(ABC):
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Augmented inputs and targets of the training examples at `index`."""
 
-    def follow(self, batches: Iterable[Batch], mine: slice = slice(None)) -> None:  # noqa: B027  (most need not know)
+    def prefetch(self, batches: Iterable[Batch], shard: slice = slice(None)) -> None:  # noqa: B027  (optional)
         """What is wanted next, where examples are read as training goes on; `draw` is called for each in turn.
 
-        Of each batch this process wants the part `mine`; its chances are those that it has in the whole.
+        Of each batch this process wants the part `shard`; its chances are those that it has in the whole.
         """
 
     @abstractmethod
@@ -99,6 +100,6 @@ def tasks() -> dict[str, type[Task]]:
 def load(name: str, device: torch.device | str = "cpu", folder: Path | str | None = None) -> Task:
     """A task's data, on a device. Looks for files in `folder`, or in $BUTTRESS_DATA."""
     if name not in _REGISTRY:
-        raise DataError(f"no task is called {name!r}{nearest(name, _REGISTRY)}")
+        raise DataError(f"no task is called {name!r}{did_you_mean(name, _REGISTRY)}")
     place = folder or os.environ.get("BUTTRESS_DATA")
     return _REGISTRY[name](torch.device(device), Path(place) if place else None)

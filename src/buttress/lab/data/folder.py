@@ -43,10 +43,10 @@ class ImageNet(Task):
         self.epoch = len(self.train)
         self.batches: Iterator[tuple[Tensor, Tensor]] = iter(())
 
-    def follow(self, batches: Iterable[Batch], mine: slice = slice(None)) -> None:
+    def prefetch(self, batches: Iterable[Batch], shard: slice = slice(None)) -> None:
         # A seed of its own for each image, so that it does not matter which worker reads it.
         picks = [
-            list(zip(numbers, np.random.SeedSequence(seed).generate_state(len(numbers)).tolist(), strict=True))[mine]
+            list(zip(numbers, np.random.SeedSequence(seed).generate_state(len(numbers)).tolist(), strict=True))[shard]
             for seed, numbers in batches
         ]
         self.batches = iter(self._loader(self.train, picks))

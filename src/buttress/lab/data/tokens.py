@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from buttress.files import write_text
 from buttress.lab.data import bpe, documents
 from buttress.lab.data.base import DataError
 from buttress.lab.data.documents import Facts, Source, sha256
-from buttress.lab.runs.records import write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

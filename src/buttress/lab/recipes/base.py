@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from buttress.lab.runs.config import ConfigError, Run, nearest
+from buttress.lab.runs.config import ConfigError, Run
+from buttress.suggestions import did_you_mean
 
 _REGISTRY: dict[str, Recipe] = {}
 
@@ -46,5 +47,5 @@ def recipes() -> dict[str, Recipe]:
 def find(name: str) -> Recipe:
     """A recipe by name, or an error that says which name is nearest."""
     if name not in _REGISTRY:
-        raise ConfigError(f"no recipe is called {name!r}{nearest(name, _REGISTRY)}")
+        raise ConfigError(f"no recipe is called {name!r}{did_you_mean(name, _REGISTRY)}")
     return _REGISTRY[name]

@@ -1,9 +1,8 @@
-"""A run is data: one frozen dataclass, its text, and its key. No torch here."""
+"""The configuration of a training run: a frozen dataclass with a text form and a key. This module needs no torch."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -11,17 +10,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from buttress import ButtressError, parse
+from buttress.suggestions import did_you_mean
 
 
 class ConfigError(ButtressError, ValueError):
-    """A run that cannot be made, or a field that does not exist."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that does not exist: what was probably meant, or what there is."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name.lower(), names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(names)}"
+    """A run that cannot be trained as configured, or a field that does not exist."""
 
 
 Layers = Literal["all", "every", "hidden", "ffn"]
@@ -34,79 +27,122 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("float32", "tf32", "bfloat16"),
     "optimizer": ("adam", "adamw", "sgd"),
 }
+"""Valid values of the fields that take one of a few words."""
+
+POSITIVE = ("width", "depth", "heads", "batch", "steps", "base_width", "context", "accumulate")
+"""Fields that must be at least 1."""
+
+TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float}
+"""Types by the annotation of a field; every other field is a text."""
+
+DESCRIPTIONS: dict[type, str] = {bool: "True or False", int: "an integer", float: "a number", str: "a text"}
+"""Types as error messages name them."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that decides a result. Two runs with equal fields are the same run."""
+    """Everything that decides a result. Two runs with equal fields are the same run.
+
+    Example:
+        >>> run = Run(task="digits", structure="btt(rank=2)", width=128)
+        >>> run.key == Run.from_json(run.to_json()).key
+        True
+
+    Raises:
+        ConfigError: If a field has the wrong type or an impossible value.
+        StructureError: If `structure` names no structure.
+    """
 
     task: str = "digits"
+    """Name of the task, such as digits, cifar10, imagenet, teacher or text."""
     corpus: str = ""
-    """Where the task is text: the folder of tokens, inside that of the data; empty, if it is that one itself."""
+    """For text: the token folder inside the data folder. Default: the data folder itself."""
     context: int = 512
-    """Tokens of a sequence, where the task is text."""
+    """For text: tokens per sequence."""
     model: str = "mlp"
+    """Architecture: mlp, vit or gpt."""
     width: int = 64
+    """Width of the model."""
     depth: int = 3
+    """Number of blocks."""
     heads: int = 8
-    """Of attention, where the model has any."""
+    """Attention heads of a ViT or GPT."""
     head_width: int = 0
-    """Of each head of a GPT; 0 shares the model's width among them."""
+    """Width of each attention head of a GPT; 0 divides the model's width among the heads."""
     bias: bool = True
+    """Whether the linear layers of an MLP have biases."""
     structure: str = ""
-    """As `parse` reads it; empty leaves the model dense."""
+    """Structure of the linear layers, in the form that `parse` reads; empty leaves the model dense."""
     layers: Layers = "all"
-    """Which linear layers are structured: all but the head; every one; neither input nor head; those of the FFNs."""
+    """Which linear layers are structured: all (but the head), every (one), hidden (neither input nor head), or ffn."""
     aware: bool = True
-    """Structure-aware learning rates; off, every factor gets the dense layer's."""
+    """Structure-aware learning rates; if false, every factor gets the learning rate of the dense layer."""
     normalize: bool = False
+    """Normalize the weights of structured layers, with a learned gain per factor."""
     optimizer: str = "adam"
+    """Optimizer: adam, adamw or sgd."""
     lr: float = 3e-3
-    """At `base_width`."""
+    """Peak learning rate at `base_width`; it is transferred to `width`."""
     base_width: int = 64
+    """Width at which `lr` was tuned."""
     input_scale: float = 1.0
-    """Further factor of the input layer's rate."""
+    """Additional factor on the input layer's learning rate."""
     down_scale: float = 1.0
-    """Further factor of the rate of the FFNs' second layers."""
+    """Additional factor on the learning rate of the second layer of each FFN."""
     weight_decay: float = 0.0
+    """Weight decay."""
     schedule: Schedule = "cosine"
+    """Learning-rate schedule after the warmup: cosine or constant."""
     warmup: int = 0
-    """Steps in which the rate rises to the schedule's start."""
+    """Steps of linear warmup."""
     final: float = 0.0
-    """Part of the rate that a cosine ends at."""
+    """Fraction of the learning rate at which a cosine schedule ends."""
     batch: int = 256
+    """Examples per step."""
     accumulate: int = 1
-    """Pieces that a batch is cut into, one after the other: less memory, the same step."""
+    """Microbatches per batch, processed one at a time: less memory, the same step."""
     steps: int = 1000
+    """Training steps."""
     smoothing: float = 0.0
     """Label smoothing."""
     mixup: float = 0.0
-    """Both parameters of the Beta distribution that mixes neighbours in a batch; 0 mixes nothing."""
+    """Both parameters of the Beta distribution of mixup; 0 turns mixup off."""
     clip: float = 0.0
-    """Largest norm of all gradients together; 0 clips nothing."""
+    """Largest norm of all gradients together; 0 turns clipping off."""
     beta2: float = 0.999
-    """Adam's decay of squared gradients."""
+    """Adam's decay rate of squared gradients."""
     precision: Precision = "float32"
+    """Precision of matrix products: float32, tf32 or bfloat16 (autocast)."""
     probe: bool = False
-    """Measure by how much each step changes the last block's output."""
+    """Measure how much each step changes the output of the last block."""
     evaluate: int = 0
-    """Steps between looks at the test set; 0 looks at the end alone."""
+    """Steps between evaluations on the test set; 0 evaluates at the end only."""
     trace: int = 0
-    """Steps between looks at the sizes of activations, factors, gains and gradients; 0 takes none."""
+    """Steps between measurements of the norms of activations, factors, gains and gradients; 0 takes none."""
     seed: int = 0
+    """Seed of the initialization, of the data order and of augmentation."""
 
     def __post_init__(self) -> None:
+        self._check_types()
+        self._check_values()
+        if self.structure:
+            # One text per structure, so that equal structures have equal keys.
+            object.__setattr__(self, "structure", str(parse(self.structure)))
+
+    def _check_types(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            kind = {"bool": bool, "int": int, "float": float}.get(str(f.type), str)
+            kind = TYPES.get(str(f.type), str)
             if kind is float and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
             elif type(value) is not kind:
-                raise ConfigError(f"{f.name} must be {_article(kind)}, got {value!r}")
+                raise ConfigError(f"{f.name} must be {DESCRIPTIONS[kind]}, got {value!r}")
+
+    def _check_values(self) -> None:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in ("width", "depth", "heads", "batch", "steps", "base_width", "context", "accumulate"):
+        for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.lr < float("inf"):
@@ -118,69 +154,88 @@ class Run:
         )  # fmt: skip
         for name, low, high in bounds:
             if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"{name} must lie between {low:g} and {high:g}, got {getattr(self, name)}")
+                raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {getattr(self, name)}")
         if self.batch % self.accumulate:
-            raise ConfigError(f"a batch of {self.batch} does not divide into accumulate={self.accumulate} pieces")
-        if self.structure:
-            # One text for one structure, whatever way it was written.
-            object.__setattr__(self, "structure", str(parse(self.structure)))
+            raise ConfigError(
+                f"a batch of {self.batch} does not divide into accumulate={self.accumulate} microbatches: "
+                "choose a divisor of the batch"
+            )
 
     @property
     def key(self) -> str:
-        """Sixteen hexadecimal digits of a hash: where the run's results are kept.
+        """Sixteen hexadecimal digits that identify the run: the name of its folder in a store.
 
-        Of the fields that differ from their defaults, so that a field that is added later leaves old keys alone.
+        They are a hash of the fields that differ from their defaults, so that a field added later leaves old keys
+        unchanged.
         """
-        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self._changes(), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
+        """All fields as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Run:
-        return cls.of(json.loads(text))
+        """The run that `to_json` wrote; missing fields have their defaults."""
+        return cls.from_dict(json.loads(text))
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Run:
-        """From field names and values; names that do not exist are an error."""
+    def from_dict(cls, data: Mapping[str, Any]) -> Run:
+        """A run from field names and values.
+
+        Raises:
+            ConfigError: If a name is no field of a run.
+        """
         for name in data:
-            _known(name)
+            _check_name(name)
         return cls(**data)
 
     def __str__(self) -> str:
-        """What differs from the defaults."""
-        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"Run({', '.join(shown)})"
+        """The fields that differ from their defaults."""
+        return f"Run({', '.join(f'{name}={value!r}' for name, value in self._changes().items())})"
+
+    def _changes(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
-def _article(kind: type) -> str:
-    return {bool: "True or False", int: "an integer", float: "a number", str: "a text"}[kind]
-
-
-def _known(name: str) -> None:
+def _check_name(name: str) -> None:
     names = [f.name for f in fields(Run)]
     if name not in names:
-        raise ConfigError(f"a run has no field {name!r}{nearest(name, names)}")
+        raise ConfigError(f"a run has no field {name!r}{did_you_mean(name, names)}")
 
 
 def with_fields(run: Run, settings: Iterable[str]) -> Run:
-    """A run with fields set by texts such as "width=128" and "structure=btt(rank=2)"."""
+    """A copy of a run with some fields set by texts.
+
+    Args:
+        run: The run to copy.
+        settings: Texts of the form "name=value".
+
+    Returns:
+        The new run.
+
+    Raises:
+        ConfigError: If a text has another form, names no field, or gives an impossible value.
+
+    Example:
+        >>> with_fields(Run(), ["width=128", "structure=btt(rank=2)"])
+    """
     changes: dict[str, Any] = {}
-    kinds = {f.name: str(f.type) for f in fields(Run)}
+    annotations = {f.name: str(f.type) for f in fields(Run)}
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"a setting reads name=value, got {text!r}")
-        _known(name)
-        changes[name] = _value(name, value, kinds[name])
+            raise ConfigError(f"a setting has the form name=value, got {text!r}")
+        _check_name(name)
+        changes[name] = _parse_value(name, value, annotations[name])
     return replace(run, **changes)
 
 
-def _value(name: str, text: str, kind: str) -> Any:
-    if kind not in ("bool", "int", "float"):
+def _parse_value(name: str, text: str, annotation: str) -> Any:
+    if annotation not in TYPES:
         return text
     try:
-        return ast.literal_eval(text.capitalize() if kind == "bool" else text)
+        return ast.literal_eval(text.capitalize() if annotation == "bool" else text)
     except (ValueError, SyntaxError):
-        raise ConfigError(f"{name} takes {'True or False' if kind == 'bool' else 'a number'}, got {text!r}") from None
+        expected = "True or False" if annotation == "bool" else "a number"
+        raise ConfigError(f"{name} takes {expected}, got {text!r}") from None

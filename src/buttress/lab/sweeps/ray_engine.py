@@ -1,9 +1,9 @@
-"""Runs on many machines, as tasks of Ray.
+"""The engine of a cluster: runs are trained as Ray tasks.
 
-A run goes out as text and its record comes back as text, into the store of the sweep: machines need not share a disk
-for that. Where they do share the store's folder, a run is trained in it, so that one whose machine was lost goes on
-from its last checkpoint on another; where they do not, it begins anew. Ray tries a run again if what it ran on was
-lost, but not one that failed by itself.
+A run is sent as text and its record comes back as text, so machines need not share a disk. Where they do share the
+store's folder, a run is trained in it, and one whose machine was lost resumes from its last checkpoint on another
+machine; without it, such a run starts again. Ray retries a run whose process or machine was lost, but not one that
+failed by itself.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from uuid import uuid4
 import torch
 
 from buttress import MissingExtraError
+from buttress.files import write_text
 from buttress.lab.runs.config import ConfigError, Run
-from buttress.lab.runs.records import Held, Record, Store, write_text
-from buttress.lab.sweeps.local import BETWEEN, LAST_LINES, Engine, Job, Listener, News, keep
+from buttress.lab.runs.records import Record
+from buttress.lab.runs.store import RunInUseError, Store
+from buttress.lab.sweeps.engine import ERROR_LINES, PROGRESS_SECONDS, Engine, Job, Listener, SweepEvent
 from buttress.lab.training.loop import Progress
 
 try:
@@ -35,20 +37,29 @@ try:
 except ImportError as error:
     raise MissingExtraError(f"sweeps on many machines need Ray: pip install 'buttress[ray]' ({error})") from error
 
-LOST = 3
-"""How often a run is tried again because its machine or its process was lost."""
-PATIENCE = 120.0
-"""Seconds to wait for a run that another process holds. One that was lost with its machine may hold on to a file on a
-shared disk until a lease runs out."""
+MAX_RETRIES = 3
+"""How often a run is retried because its machine or its process was lost."""
+LOCK_SECONDS = 120.0
+"""Time to wait for a run that another process has locked. The lock of a lost machine may stay on a shared disk until a
+lease expires."""
 
 
 @dataclass(frozen=True)
 class Ray(Engine):
-    """A cluster of Ray, as many runs at a time as it has room for.
+    """A Ray cluster, with as many runs at a time as it has resources for.
 
-    `address` is the cluster's, $RAY_ADDRESS where it is None; with neither, a Ray of this machine alone is started, and
-    ended with the sweep. A Ray that the caller is connected to already is used as it is. `gpus` is the part of a GPU
-    that a run gets: by default a whole one where the cluster has any and the sweep's device is not the CPU.
+    Args:
+        address: Address of the cluster. Default: $RAY_ADDRESS, or else a local Ray instance that is started for the
+            sweep. A connection that the process already has is used as it is.
+        cpus: CPUs per run; may be a fraction.
+        gpus: GPUs per run, between 0 and 1. Default: 1 if the cluster has a GPU and the sweep's device is not the CPU,
+            else 0.
+
+    Raises:
+        ConfigError: If the resources per run are impossible.
+
+    Example:
+        >>> sweep(runs, store, on=Ray("head:6379", gpus=0.25))
     """
 
     address: str | None = None
@@ -57,144 +68,203 @@ class Ray(Engine):
 
     def __post_init__(self) -> None:
         if not self.cpus > 0:
-            raise ConfigError(f"a run needs a CPU or a part of one, got {self.cpus:g}")
+            raise ConfigError(f"CPUs per run must be above 0, got {self.cpus:g}: a fraction is allowed")
         if self.gpus is not None and not 0 <= self.gpus <= 1:
-            raise ConfigError(f"a run uses one GPU or a part of one, between 0 and 1, got {self.gpus:g}")
+            raise ConfigError(f"GPUs per run must be between 0 and 1, got {self.gpus:g}: a fraction is allowed")
 
-    def train(self, todo: Sequence[Run], job: Job, store: Store, tell: Listener) -> None:
-        with _connected(self.address) as alone, _mark(store.folder.absolute()) as mark:
-            gpus = self._gpus(job.device)
-            self._look_for_room(gpus, alone)
+    def train(self, runs: Sequence[Run], job: Job, store: Store, listen: Listener) -> None:
+        """Train every run as a Ray task; see `Engine.train`.
+
+        Raises:
+            ConfigError: If the cluster cannot be reached or does not fit the job's device.
+        """
+        with connection(self.address) as own_instance, shared_folder_marker(store.folder.absolute()) as marker:
+            gpus = self.gpus_per_run(job.device)
+            self.check_capacity(gpus, may_grow=not own_instance)
             job = replace(job, device="cuda" if gpus else "cpu")
-            desk = _desk()
-            task = ray.remote(_train).options(num_cpus=self.cpus, num_gpus=gpus, max_retries=LOST)
+            mailbox = start_mailbox()
+            task = ray.remote(train_task).options(num_cpus=self.cpus, num_gpus=gpus, max_retries=MAX_RETRIES)
+            resources = Resources(self.cpus, gpus, len(runs))
 
             def submit(run: Run) -> Any:
-                return task.remote(run.to_json(), job, mark, desk, self.cpus, gpus, len(todo))
+                return task.remote(run.to_json(), job, marker, mailbox, resources)
 
-            _follow(todo, submit, desk, store, tell)
+            _follow_tasks(runs, submit, mailbox, store, listen)
 
-    def _gpus(self, device: str | None) -> float:
-        """The part of a GPU that a run gets."""
+    def gpus_per_run(self, device: str | None) -> float:
+        """GPUs per run on the connected cluster.
+
+        Raises:
+            ConfigError: If they do not fit the sweep's device.
+        """
         if device not in (None, "cpu", "cuda"):
-            raise ConfigError(f"Ray says which GPU a run gets: the device is cpu or cuda, not {device!r}")
-        there = ray.cluster_resources().get("GPU", 0) > 0
-        gpus = float(there and device != "cpu") if self.gpus is None else self.gpus
+            raise ConfigError(f"Ray chooses the GPU of a run: the device must be cpu or cuda, not {device!r}")
+        available = ray.cluster_resources().get("GPU", 0) > 0
+        gpus = float(available and device != "cpu") if self.gpus is None else self.gpus
         if device is not None and (device == "cuda") != (gpus > 0):
             raise ConfigError(
-                f"runs on the device {device!r} do not go with {gpus:g} GPUs a run"
-                + ("" if there else "; the cluster has no GPU")
+                f"runs on the device {device!r} do not go with {gpus:g} GPUs per run"
+                + ("" if available else "; the cluster has no GPU")
             )
         return gpus
 
-    def _look_for_room(self, gpus: float, alone: bool) -> None:
-        """Ray would wait without a word for a machine that is large enough."""
+    def check_capacity(self, gpus: float, *, may_grow: bool) -> None:
+        """Warn or refuse if no machine is large enough for a run: Ray would wait for one without a message.
+
+        Raises:
+            ConfigError: If the cluster cannot grow.
+        """
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if not any(m.get("CPU", 0) >= self.cpus and m.get("GPU", 0) >= gpus for m in machines):
-            asked = f"a run is to get {self.cpus:g} CPUs and {gpus:g} GPUs, which no machine of this Ray has"
-            if alone:
-                raise ConfigError(f"{asked}: ask for less")
-            warnings.warn(f"{asked} now: waiting for one", stacklevel=2)  # a cluster may grow
+            problem = f"a run needs {self.cpus:g} CPUs and {gpus:g} GPUs, which no machine of this Ray cluster has"
+            if not may_grow:
+                raise ConfigError(f"{problem}: request less")
+            warnings.warn(f"{problem} now: waiting for one", stacklevel=2)
 
 
-def _follow(todo: Sequence[Run], submit: Callable[[Run], Any], desk: Any, store: Store, tell: Listener) -> None:
-    """Hand all runs to Ray and listen until the last one has its record."""
-    begun: set[str] = set()
+@dataclass(frozen=True)
+class Resources:
+    """What a task gets, to say how many runs share its device."""
+
+    cpus: float
+    gpus: float
+    runs: int
+    """Number of runs in the sweep."""
+
+    def runs_per_device(self) -> int:
+        """Maximum number of runs at a time on this task's device."""
+        if self.gpus:
+            count = int(1 / self.gpus)
+        else:
+            this_node = ray.get_runtime_context().get_node_id()
+            nodes = (node for node in ray.nodes() if node["NodeID"] == this_node)
+            (available,) = (node["Resources"].get("CPU", self.cpus) for node in nodes)
+            count = int(available / self.cpus)
+        return min(self.runs, max(1, count))
+
+
+def _follow_tasks(
+    runs: Sequence[Run], submit: Callable[[Run], Any], mailbox: Any, store: Store, listen: Listener
+) -> None:
+    """Submit all runs and report their events until the last one has its record."""
+    started: set[str] = set()
     pending: dict[Any, Run] = {}
 
-    def begin(run: Run) -> None:
-        if run.key not in begun:  # one that is tried again began before
-            begun.add(run.key)
-            tell(News(run))
+    def report_start(run: Run) -> None:
+        if run.key not in started:  # a run that is retried was started before
+            started.add(run.key)
+            listen(SweepEvent(run))
 
     try:
-        for run in todo:
+        for run in runs:
             pending[submit(run)] = run
         while pending:
-            ready, _ = ray.wait(list(pending), timeout=BETWEEN)
-            under_way = {run.key: run for run in pending.values()}
-            for key, progress in ray.get(desk.take.remote()):
-                if key in under_way:
-                    begin(under_way[key])
+            ready, _ = ray.wait(list(pending), timeout=PROGRESS_SECONDS)
+            unfinished = {run.key: run for run in pending.values()}
+            for key, progress in ray.get(mailbox.take.remote()):
+                if key in unfinished:
+                    report_start(unfinished[key])
                     if progress is not None:
-                        tell(News(under_way[key], progress=Progress(**progress)))
-            for done in ready:
-                run = pending.pop(done)
-                record = _record(run, done)
-                record = keep(store, record) or record
-                begin(run)
-                tell(News(run, record=record))
+                        listen(SweepEvent(unfinished[key], progress=Progress(**progress)))
+            for task in ready:
+                run = pending.pop(task)
+                record = collect_record(run, task, store)
+                report_start(run)
+                listen(SweepEvent(run, record=record))
     finally:
-        for left in pending:
-            ray.cancel(left, force=True)
-        ray.kill(desk)
+        for task in pending:
+            ray.cancel(task, force=True)
+        ray.kill(mailbox)
 
 
-def _record(run: Run, done: Any) -> Record:
+def collect_record(run: Run, task: Any, store: Store) -> Record:
+    """The record from a finished task, which is put into the store here unless the task did so itself.
+
+    Args:
+        run: The task's run.
+        task: Ray's reference to the result of `train_task`.
+        store: The sweep's store.
+
+    Returns:
+        The run's record: the task's, or the store's if the run is done there.
+    """
     try:
-        return Record.from_json(ray.get(done))
-    except (RayError, ValueError, KeyError, TypeError) as error:  # it was lost too often, or is not of this version
-        last = " | ".join(str(error).splitlines()[-LAST_LINES:])
-        return Record(run, "failed", error=f"no record came back, {type(error).__name__}: {last}")
+        text, stored = ray.get(task)
+        record = Record.from_json(text)
+    except (RayError, ValueError, KeyError, TypeError) as error:  # lost too often, or not a record
+        last = " | ".join(str(error).splitlines()[-ERROR_LINES:])
+        record, stored = Record(run, "failed", error=f"no record came back, {type(error).__name__}: {last}"), False
+    if stored:
+        return record
+    try:
+        return store.put_unless_done(record)
+    except RunInUseError:
+        return record
 
 
-def _desk() -> Any:
-    """An actor that holds what runs say until the sweep asks for it."""
+def start_mailbox() -> Any:
+    """Start an actor that keeps the messages of tasks until the sweep takes them."""
 
-    class Desk:  # in here, so that it travels whole and its process need not import torch
+    class Mailbox:  # defined here, so that Ray sends it by value and its process need not import torch
         def __init__(self) -> None:
-            self.held: list[tuple[str, dict[str, float] | None]] = []
+            self.messages: list[tuple[str, dict[str, float] | None]] = []
 
         def put(self, key: str, progress: dict[str, float] | None) -> None:
-            self.held.append((key, progress))
+            self.messages.append((key, progress))
 
         def take(self) -> list[tuple[str, dict[str, float] | None]]:
-            held, self.held = self.held, []
-            return held
+            messages, self.messages = self.messages, []
+            return messages
 
-    # Beside the sweep, so that no machine that is lost takes it along.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-    return ray.remote(Desk).options(**options).remote()
+    # On the sweep's own machine, so that it is not lost with another one.
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {
+        "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": this_node,
+    }  # fmt: skip
+    return ray.remote(Mailbox).options(**options).remote()
 
 
-def _train(text: str, job: Job, mark: Path, desk: Any, cpus: float, gpus: float, most: int) -> str:
-    """The task: train a run on the machine that Ray chose, and give back its record."""
+def train_task(text: str, job: Job, marker: Path, mailbox: Any, resources: Resources) -> tuple[str, bool]:
+    """The Ray task: train a run on the machine that Ray chose.
+
+    Args:
+        text: The run as JSON.
+        job: How to train it.
+        marker: A file in the sweep's store; if this machine sees it, the run is trained in that store.
+        mailbox: The actor that receives progress.
+        resources: What the task gets.
+
+    Returns:
+        The record as JSON, and whether it was put into the sweep's store.
+    """
     run = Run.from_json(text)
-    desk.put.remote(run.key, None)
-    torch.set_num_threads(max(1, int(cpus)))
-    store = Store(mark.parent) if mark.is_file() else None
+    mailbox.put.remote(run.key, None)
+    torch.set_num_threads(max(1, int(resources.cpus)))
+    store = Store(marker.parent) if marker.is_file() else None
     if store is not None:
-        _wait(store, run)
-    at_once = min(most, _at_once(cpus, gpus))
+        wait_until_free(store, run)
     try:
-        return job.train(run, store, at_once, lambda progress: desk.put.remote(run.key, vars(progress))).to_json()
-    except Held as error:
-        return Record(run, "failed", error=str(error)).to_json()
+        record = job.train(
+            run, store, resources.runs_per_device(), lambda progress: mailbox.put.remote(run.key, vars(progress))
+        )
+    except RunInUseError as error:
+        return Record(run, "failed", error=str(error)).to_json(), False
+    return record.to_json(), store is not None
 
 
-def _wait(store: Store, run: Run) -> None:
-    """Let another process that has the run finish it or be gone. If it stays too long, training says so."""
-    deadline = time.monotonic() + PATIENCE
+def wait_until_free(store: Store, run: Run) -> None:
+    """Wait until no other process trains the run, or too long: then training it raises an error."""
+    deadline = time.monotonic() + LOCK_SECONDS
     while time.monotonic() < deadline:
-        with store.lock(run) as mine:
-            if mine:
+        with store.lock(run) as granted:
+            if granted:
                 return
-        time.sleep(BETWEEN)
-
-
-def _at_once(cpus: float, gpus: float) -> int:
-    """How many runs can be under way on this one's device."""
-    if gpus:
-        return max(1, int(1 / gpus))
-    here = ray.get_runtime_context().get_node_id()
-    (size,) = (node["Resources"].get("CPU", cpus) for node in ray.nodes() if node["NodeID"] == here)
-    return max(1, int(size / cpus))
+        time.sleep(PROGRESS_SECONDS)
 
 
 @contextmanager
-def _mark(folder: Path) -> Iterator[Path]:
-    """A file by which a machine can tell that it sees this very folder, not one of its own that is called the same."""
+def shared_folder_marker(folder: Path) -> Iterator[Path]:
+    """A file by which a machine recognizes that it sees this very folder, not one of its own with the same path."""
     path = folder / f".sweep-{uuid4().hex}"
     write_text(path, "")
     try:
@@ -204,35 +274,42 @@ def _mark(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _connected(address: str | None) -> Iterator[bool]:
-    """Connected to a cluster, or to a Ray that is started for the purpose; whether it is that."""
+def connection(address: str | None) -> Iterator[bool]:
+    """Connect to a cluster, or start a local Ray instance.
+
+    Yields:
+        Whether the instance was started here.
+
+    Raises:
+        ConfigError: If no cluster answers at the address, or the process is connected to another.
+    """
     if ray.is_initialized():
         if address is not None:
             raise ConfigError(f"this process is connected to a Ray already: give no address to use it, not {address!r}")
         yield False
         return
-    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    target = address or os.environ.get("RAY_ADDRESS") or "local"
     # What workers print is in Ray's own logs: our output is for results.
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if where == "local":
-        ray.init(where, include_dashboard=False, **quiet)
+    if target == "local":
+        ray.init(target, include_dashboard=False, **quiet)
     else:
         try:
-            _knock(where)
-            ray.init(where, **quiet)
+            _check_reachable(target)
+            ray.init(target, **quiet)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"no cluster of Ray answers at {where!r} ({error}): start one with `ray start --head`, or give no "
+                f"no Ray cluster answers at {target!r} ({error}): start one with `ray start --head`, or give no "
                 "address to use this machine alone"
             ) from error
     try:
-        yield where == "local"
+        yield target == "local"
     finally:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
-    """See whether anybody is there: Ray itself would go on trying for many minutes."""
+def _check_reachable(address: str) -> None:
+    """Connect to an address once: Ray itself would retry for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()

@@ -1,4 +1,4 @@
-"""From a run to its model and its optimizer's groups."""
+"""From a run to its model, its parameter groups and its optimizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from torch import nn
 from buttress import Structure, param_groups, parse, replace_
 from buttress.lab.data import Task
 from buttress.lab.models import GPT, MLP, ViT, start_
-from buttress.lab.runs.config import ConfigError, Layers, Run, nearest
+from buttress.lab.runs.config import ConfigError, Layers, Run
+from buttress.suggestions import did_you_mean
 
 Build = Callable[[Run, int, tuple[int, ...], int], nn.Module]
 
+DEEP = 12
+"""Number of blocks from which on they are compiled one by one: equal blocks then share one compilation."""
+
 
 def _mlp(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Module:
-    # Images are shuffled, as in the paper: the MLP is to learn without being told what is near what.
+    # Pixels are shuffled, as in the paper: the MLP is to learn without knowing which of them are neighbours.
     return MLP(prod(shape), width, classes, depth=run.depth, bias=run.bias, shuffle=len(shape) > 1)
 
 
@@ -38,21 +42,32 @@ def _gpt(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Modul
 
 
 MODELS: dict[str, Build] = {"gpt": _gpt, "mlp": _mlp, "vit": _vit}
-"""How to build a model of some width. The input layer of each is called `input`, the last one `head`."""
+"""Functions that build a dense model of a given width. Its first layer is called `input`, its last one `head`."""
 
 
-def model_of(run: Run, task: Task, device: torch.device | str = "cpu") -> nn.Module:
-    """The run's model on a device, initialised from the run's seed."""
+def build_model(run: Run, task: Task, device: torch.device | str = "cpu") -> nn.Module:
+    """The run's model on a device, initialized from the run's seed.
+
+    Args:
+        run: The run.
+        task: The run's task, which gives the shape of inputs and the number of classes.
+        device: Where the model is to be.
+
+    Returns:
+        The model, with its linear layers replaced by the run's structure.
+
+    Raises:
+        ConfigError: If there is no such model, or it cannot read the task's inputs.
+    """
     torch.manual_seed(run.seed)
-    model = _plain(run, run.width, task)
+    model = _build_dense(run, run.width, task)
     if run.structure:
-        structure = parse(run.structure)
-        replace_(model, plan_of(run.layers, structure), normalize=run.normalize)
+        replace_(model, layer_plan(run.layers, parse(run.structure)), normalize=run.normalize)
     return model.to(device)
 
 
-def plan_of(layers: Layers, structure: Structure) -> Structure | dict[str, Structure | None]:
-    """Which layers become what."""
+def layer_plan(layers: Layers, structure: Structure) -> Structure | dict[str, Structure | None]:
+    """The plan for `replace_` that gives the chosen layers a structure."""
     match layers:
         case "all":
             return structure
@@ -64,35 +79,50 @@ def plan_of(layers: Layers, structure: Structure) -> Structure | dict[str, Struc
             return {"blocks.*.up": structure, "blocks.*.down": structure, "*": None}
 
 
-def _plain(run: Run, width: int, task: Task) -> nn.Module:
+def _build_dense(run: Run, width: int, task: Task) -> nn.Module:
     if run.model not in MODELS:
-        raise ConfigError(f"no model is called {run.model!r}{nearest(run.model, MODELS)}")
+        raise ConfigError(f"no model is called {run.model!r}{did_you_mean(run.model, MODELS)}")
     model = MODELS[run.model](run, width, task.shape, task.classes)
     start_(model)
     return model
 
 
-def groups_of(run: Run, model: nn.Module, task: Task) -> list[dict[str, Any]]:
+def build_param_groups(run: Run, model: nn.Module, task: Task) -> list[dict[str, Any]]:
     """Parameter groups with the run's learning rates, transferred from its base width."""
-    # Where heads have a width of their own, those of the base fill its width: fewer is a choice of the run's.
+    # With a fixed width per head, the heads of the base model fill the base width: fewer are a choice of the run.
     heads = run.base_width // run.head_width if run.head_width else run.heads
     with torch.device("meta"):
-        base = _plain(replace(run, heads=heads), run.base_width, task)
-    asked = {"input.*": run.input_scale, "blocks.*.down.*": run.down_scale}
-    scale = {glob: factor for glob, factor in asked.items() if factor != 1}
+        base = _build_dense(replace(run, heads=heads), run.base_width, task)
+    scales = {"input.*": run.input_scale, "blocks.*.down.*": run.down_scale}
+    scale = {glob: factor for glob, factor in scales.items() if factor != 1}
     rule = "sgd" if run.optimizer == "sgd" else "adam"
     return param_groups(
         model, run.lr, base=base, weight_decay=run.weight_decay, rule=rule, scale=scale, structure_aware=run.aware
     )
 
 
-DEEP = 12
-"""Blocks from which on they are compiled one by one: one stands for all that are like it."""
+def build_optimizer(run: Run, model: nn.Module, task: Task, device: torch.device) -> torch.optim.Optimizer:
+    """The run's optimizer, with the learning rates of `build_param_groups`."""
+    groups = build_param_groups(run, model, task)
+    if run.optimizer == "sgd":
+        return torch.optim.SGD(groups)
+    kind = torch.optim.AdamW if run.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, betas=(0.9, run.beta2), fused=True, capturable=device.type == "cuda")
 
 
-def compiled_(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call in place of `forward`, compiled; a deep model's blocks are compiled in place, and a GPT's loss."""
-    # What was compiled for other runs of this process counts towards the compiler's limit, beyond which it gives up.
+def compile_model(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a model.
+
+    The blocks of a deep model are compiled in place, one by one; those of a GPT always, and its loss, too.
+
+    Args:
+        model: The model.
+        forward: The model, or its wrapper for several processes.
+
+    Returns:
+        What to call in place of `forward`.
+    """
+    # What this process compiled for other runs counts towards the compiler's limit, beyond which it gives up.
     torch.compiler.reset()
     blocks = list(model.get_submodule("blocks").children())
     if isinstance(model, GPT):

@@ -1,8 +1,8 @@
-"""Checkpoints: tensors in safetensors files by torch.distributed.checkpoint, the rest in JSON; whole or not there.
+"""Checkpoints: tensors in safetensors files by torch.distributed.checkpoint, and metadata in JSON.
 
-A checkpoint is a folder that gets its name once everything in it is written, so what a killed process or a full disk
-leaves behind is never taken for one, and the one before it is removed only then. Every process writes its own part of
-sharded weights; any number of processes reads them back.
+A checkpoint is a folder that gets its final name once everything in it is written. What a killed process or a full disk
+leaves behind is never taken for a checkpoint, and the previous one is removed only after that. Every process writes its
+own shard of the weights; any number of processes can read them back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from buttress import ButtressError
-from buttress.lab.training.distributed import Team
+from buttress.lab.training.distributed import ProcessGroup
 
 PREFIX = "checkpoint-"
 
@@ -30,76 +30,104 @@ class CheckpointError(ButtressError, OSError):
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run, if it has one."""
-    whole = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return max(whole, key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
+    """The newest complete checkpoint in a run's folder, or None."""
+    complete = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return max(complete, key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], team: Team) -> Path:
-    """Write a checkpoint, then remove those before it. Every process of the team must call this."""
+def save(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], group: ProcessGroup
+) -> Path:
+    """Write a checkpoint, then remove the older ones. Every process of the group must call this.
+
+    Args:
+        folder: The run's folder.
+        step: The number of steps that were trained.
+        tensors: What to save, by name.
+        metadata: Further values, which must have a JSON form.
+        group: The processes that train the run.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: If it cannot be written; the previous checkpoint is then still complete.
+    """
     from torch.distributed.checkpoint import HuggingFaceStorageWriter  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
     target, part = folder / f"{PREFIX}{step}", folder / f"{PREFIX}{step}.part"
     try:
-        if team.first:
+        if group.is_main:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-        team.agree()
+        group.barrier()
         writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
-        with _plainly():
+        with _normalize_errors():
             save_tensors(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-        if team.first:
-            (part / "run.json").write_text(json.dumps(dict(facts)), encoding="utf-8")
+        if group.is_main:
+            (part / "run.json").write_text(json.dumps(dict(metadata)), encoding="utf-8")
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
-            clear(folder, but=target)
-        team.agree()
+            clear(folder, except_for=target)
+        group.barrier()
     except (OSError, ValueError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        kept = latest(folder)
-        left = f"the one of step {kept.name.removeprefix(PREFIX)} is whole" if kept else "there is none before it"
-        raise CheckpointError(f"the checkpoint of step {step} could not be written ({error}); {left}") from error
+        previous = latest(folder)
+        kept = (
+            f"that of step {previous.name.removeprefix(PREFIX)} is complete" if previous else "there is none before it"
+        )
+        raise CheckpointError(f"the checkpoint of step {step} could not be written ({error}); {kept}") from error
     return target
 
 
-def clear(folder: Path, but: Path | None = None) -> None:
-    """Remove checkpoints, whole ones and others."""
-    for old in folder.glob(f"{PREFIX}*"):
-        if old != but:
-            shutil.rmtree(old, ignore_errors=True)
+def clear(folder: Path, except_for: Path | None = None) -> None:
+    """Remove the checkpoints in a run's folder, complete or not."""
+    for path in folder.glob(f"{PREFIX}*"):
+        if path != except_for:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors."""
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The metadata that was saved with the tensors.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
     try:
-        facts: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        metadata: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
-    return facts
+    return metadata
 
 
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, in place, with what was saved under their names."""
+    """Fill tensors, in place, with those that were saved under their names.
+
+    Raises:
+        CheckpointError: If a tensor cannot be read, is missing, or has another shape.
+    """
     from torch.distributed.checkpoint import HuggingFaceStorageReader  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
     reader = HuggingFaceStorageReader(str(path))
     try:
-        with _plainly():
+        with _normalize_errors():
             load_tensors(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read ({error}): remove it to begin this run anew")
+    return CheckpointError(f"cannot resume from {path} ({error}): remove it to start over")
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
-    """Without the warning that a single process is one. What is wrong with the files is a ValueError, of whatever kind
-    it was; other errors, of memory or of another process that is gone, are left as they are."""
+def _normalize_errors() -> Iterator[None]:
+    """Turn torch's errors about the files into ValueError, and silence its warning about a single process.
+
+    Errors about memory or about another process stay as they are.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

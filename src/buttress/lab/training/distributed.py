@@ -1,7 +1,7 @@
-"""Several processes at one run, as torchrun starts them: every one has the model, or a part of each of its weights.
+"""Data-parallel training of one run in the processes that torchrun starts, by DDP or FSDP2.
 
-All draw the same batch from the same generator, and each takes its part of it, so that a run is the same run on any
-number of processes, up to rounding.
+All processes draw the same batch from the same generator and each trains on its shard, so that a run gives the same
+results on any number of processes, up to rounding.
 """
 
 from __future__ import annotations
@@ -21,33 +21,41 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from buttress import ButtressError
-from buttress.lab.runs.config import ConfigError, nearest
+from buttress.lab.runs.config import ConfigError
+from buttress.suggestions import did_you_mean
 
-WAYS = ("ddp", "fsdp")
-PATIENCE = timedelta(minutes=10)
-"""How long a process waits for the others before it takes them for dead."""
+STRATEGIES = ("ddp", "fsdp")
+TIMEOUT = timedelta(minutes=10)
+"""How long a process waits for the others before it takes them for lost."""
+COMMUNICATION_ERRORS = (
+    "connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "socket",
+)  # fmt: skip
+"""Parts of the messages of errors that another process caused."""
 
 
-class Parted(ButtressError, ConnectionError):
-    """Another process of the run is gone."""
+class PeerLostError(ButtressError, ConnectionError):
+    """Another process of the run has ended."""
 
 
 @dataclass(frozen=True)
-class Team:
-    """This process among those of a run; alone by default."""
+class ProcessGroup:
+    """The processes that train a run, as one of them sees it; by default this process is the only one."""
 
     rank: int = 0
+    """Index of this process."""
     size: int = 1
-    way: str = ""
-    """"ddp", every process with the whole model; "fsdp", with a part of each weight; empty where it is alone."""
+    """Number of processes."""
+    strategy: str = ""
+    """"ddp" (every process has the whole model), "fsdp" (each has a shard of every weight), or "" (one process)."""
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
+        """Whether this process writes files and reports progress."""
         return self.rank == 0
 
     def wrap(self, model: nn.Module, device: torch.device) -> Callable[..., Any]:
-        """What to call in place of the model. FSDP2 changes the model itself, block by block."""
-        if self.way == "fsdp":
+        """The callable to train in place of the model. FSDP2 changes the model itself, block by block."""
+        if self.strategy == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
@@ -55,104 +63,116 @@ class Team:
             for block in model.get_submodule("blocks").children():
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        elif self.way == "ddp":
+        elif self.strategy == "ddp":
             return nn.parallel.DistributedDataParallel(model, [device] if device.type == "cuda" else None)
         return model
 
-    def mine(self, count: int) -> slice:
-        """Which of so many examples are this process's, where all get as many."""
+    def shard_slice(self, count: int) -> slice:
+        """The indices of this process among `count` examples, a multiple of the number of processes."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
-    def part(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """This process's part of a batch."""
-        return tuple(t.tensor_split(self.size)[self.rank] for t in batch) if self.size > 1 else batch
+    def shard(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """This process's rows of tensors that all processes have."""
+        return tuple(t.tensor_split(self.size)[self.rank] for t in tensors) if self.size > 1 else tensors
 
-    def sum(self, numbers: Tensor) -> Tensor:
+    def all_reduce_sum(self, t: Tensor) -> Tensor:
+        """Sum a tensor over the processes, in place."""
         if self.size > 1:
-            dist.all_reduce(numbers)
-        return numbers
+            dist.all_reduce(t)
+        return t
 
-    def mean(self, numbers: Tensor) -> Tensor:
-        """The mean over processes, of a tensor that is changed."""
-        return self.sum(numbers).div_(self.size) if self.size > 1 else numbers
+    def all_reduce_mean(self, t: Tensor) -> Tensor:
+        """Average a tensor over the processes, in place."""
+        return self.all_reduce_sum(t).div_(self.size) if self.size > 1 else t
 
-    def any(self, mine: bool, device: torch.device) -> bool:
-        """Whether it is so for any process: what all must do together, none may decide alone."""
-        return mine if self.size == 1 else bool(self.sum(torch.tensor(float(mine), device=device)))
+    def any(self, condition: bool, device: torch.device) -> bool:
+        """Whether the condition holds in any process, so that all of them decide alike."""
+        return condition if self.size == 1 else bool(self.all_reduce_sum(torch.tensor(float(condition), device=device)))
 
     @contextmanager
-    def waiting(self, forward: Any, more: bool) -> Iterator[None]:
-        """While `more` pieces of a batch are to come, gradients stay where they are."""
-        if self.way == "fsdp":
-            forward.set_requires_gradient_sync(not more)
-        with forward.no_sync() if more and self.way == "ddp" else nullcontext():
+    def no_sync(self, forward: Any, enabled: bool) -> Iterator[None]:
+        """Accumulate gradients without exchanging them, if `enabled`: more microbatches of the batch follow."""
+        if self.strategy == "fsdp":
+            forward.set_requires_gradient_sync(not enabled)
+        with forward.no_sync() if enabled and self.strategy == "ddp" else nullcontext():
             yield
 
     @contextmanager
     def evaluating(self, model: Any) -> Iterator[None]:
-        """Forward passes that no backward follows: FSDP2 would leave whole what lies outside of the blocks."""
+        """Forward passes without a backward pass, after which FSDP2 would keep the root's weights unsharded."""
         with torch.no_grad():
             yield
-        if self.way == "fsdp":
+        if self.strategy == "fsdp":
             model.reshard()
 
-    def agree(self) -> None:
-        """Wait for all others."""
+    def barrier(self) -> None:
+        """Wait until all processes get here."""
         if self.size > 1:
             dist.barrier()
 
     @contextmanager
-    def talking(self) -> Iterator[None]:
-        """What goes wrong between processes, in words."""
+    def translate_comm_errors(self) -> Iterator[None]:
+        """Raise `PeerLostError` in place of torch's errors about communication."""
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
-            if self.size == 1 or not _of_others(error):
+            if self.size == 1 or not _is_comm_error(error):
                 raise
-            raise Parted(
-                f"another process of this run is gone, so process {self.rank} of {self.size} stops: {error}. The same "
-                "command goes on from the last checkpoint; torchrun --max-restarts does so by itself"
+            raise PeerLostError(
+                f"another process of this run was lost, so process {self.rank} of {self.size} stops ({error}): the "
+                "same command resumes from the last checkpoint, and torchrun --max-restarts does so by itself"
             ) from error
 
 
-ALONE = Team()
+SINGLE_PROCESS = ProcessGroup()
 
 
-def _of_others(error: BaseException) -> bool:
+def _is_comm_error(error: BaseException) -> bool:
     text = str(error).lower()
-    signs = (
-        "connection closed",
-        "connection reset",
-        "connection refused",
-        "broken pipe",
-        "timed out",
-        "nccl",
-        "socket",
-    )
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+    return isinstance(error, dist.DistError) or any(part in text for part in COMMUNICATION_ERRORS)
 
 
 @contextmanager
-def assembled(way: str, device: torch.device) -> Iterator[Team]:
-    """The processes that have met already, or those that torchrun's environment tells of; else this one alone."""
-    if way not in WAYS:
-        raise ConfigError(f"processes work together by ddp or fsdp, not {way!r}{nearest(way, WAYS)}")
+def process_group(strategy: str, device: torch.device) -> Iterator[ProcessGroup]:
+    """The processes that train a run together.
+
+    They are those of torch's default process group, if it is initialized, or else those that torchrun's environment
+    describes; without torchrun, this process alone.
+
+    Args:
+        strategy: "ddp" or "fsdp".
+        device: The device that this process trains on.
+
+    Yields:
+        The group. One that was initialized here is destroyed in the end.
+
+    Raises:
+        ConfigError: If there is no such strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(
+            f"processes train in parallel by ddp or fsdp, not {strategy!r}{did_you_mean(strategy, STRATEGIES)}"
+        )
     if dist.is_initialized():
-        yield Team(dist.get_rank(), dist.get_world_size(), way)
+        yield ProcessGroup(dist.get_rank(), dist.get_world_size(), strategy)
         return
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
+    _init_from_torchrun(device)
+    try:
+        yield ProcessGroup(dist.get_rank(), dist.get_world_size(), strategy)
+    finally:
+        dist.destroy_process_group()
+
+
+def _init_from_torchrun(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif sys.platform == "linux" and os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # torchrun may keep one store for all of its attempts, and the addresses of the processes that died are in it.
-    found, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
-    store = PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", found)
+    # torchrun may keep one store for all of its attempts, with the addresses of processes that have ended.
+    shared_store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+    store = PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared_store)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    try:
-        yield Team(dist.get_rank(), dist.get_world_size(), way)
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)

@@ -1,4 +1,4 @@
-"""Where numbers go while a run is under way: JSON lines, TensorBoard, Weights & Biases."""
+"""Logs of a run in progress: JSON lines, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,43 +10,56 @@ from pathlib import Path
 from typing import Any
 
 from buttress import MissingExtraError
-from buttress.lab.runs.records import write_text
+from buttress.files import write_text
 
 
 class Log(ABC):
-    """Receives numbers by step, in order."""
+    """Receives a run's metrics, in the order of steps."""
 
     @abstractmethod
-    def write(self, step: int, **numbers: float) -> None: ...
+    def write(self, step: int, **values: float) -> None:
+        """Log values of a step by name."""
 
-    def rewind(self, step: int) -> None:  # noqa: B027  (most need not care)
-        """Forget what lies after `step`: a run goes on from there."""
+    def rewind(self, step: int) -> None:  # noqa: B027  (optional)
+        """Forget everything after `step`, from which the run resumes."""
 
 
-class Lines(Log):
-    """One JSON object a line."""
+class JsonLines(Log):
+    """A file with one JSON object per line.
+
+    Args:
+        path: The file; lines are appended to it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, step: int, **numbers: float) -> None:
+    def write(self, step: int, **values: float) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
+            file.write(json.dumps({"step": step, **values}) + "\n")
 
     def rewind(self, step: int) -> None:
         if self.path.is_file():
-            write_text(self.path, "".join(line for line in _whole(self.path) if json.loads(line)["step"] <= step))
+            lines = _complete_lines(self.path)
+            write_text(self.path, "".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
-def _whole(path: Path) -> list[str]:
-    """Lines of a log but for one that a killed process left unfinished."""
+def _complete_lines(path: Path) -> list[str]:
+    """All lines but one that a killed process left unfinished."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.startswith("{") and line.endswith("}\n")]
 
 
 class TensorBoard(Log):
-    """Scalars for TensorBoard."""
+    """Scalars for TensorBoard.
+
+    Args:
+        folder: Where event files are written.
+
+    Raises:
+        MissingExtraError: If TensorBoard is not installed.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -60,14 +73,23 @@ class TensorBoard(Log):
         self.writer.close()
         self.writer = self.open(purge_step=step + 1)
 
-    def write(self, step: int, **numbers: float) -> None:
-        for name, value in numbers.items():
+    def write(self, step: int, **values: float) -> None:
+        for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
 
 class WeightsAndBiases(Log):
-    """A run of Weights & Biases, under the run's key, so that it resumes as the same one."""
+    """A Weights & Biases run, identified by the run's key, so that it resumes as the same run.
+
+    Args:
+        project: The project to log to.
+        key: The run's key.
+        config: The run's fields.
+
+    Raises:
+        MissingExtraError: If wandb is not installed.
+    """
 
     def __init__(self, project: str, key: str, config: dict[str, Any]) -> None:
         try:
@@ -76,19 +98,19 @@ class WeightsAndBiases(Log):
             raise MissingExtraError("Weights & Biases needs its package: pip install 'buttress[wandb]'") from None
         self.run = wandb.init(project=project, id=key, config=config, resume="allow")
 
-    def write(self, step: int, **numbers: float) -> None:
-        self.run.log(numbers, step=step)
+    def write(self, step: int, **values: float) -> None:
+        self.run.log(values, step=step)
 
 
-class Several(Log):
-    """Everything to each of them."""
+class CombinedLog(Log):
+    """Several logs that receive the same values."""
 
     def __init__(self, *logs: Log) -> None:
         self.logs = logs
 
-    def write(self, step: int, **numbers: float) -> None:
+    def write(self, step: int, **values: float) -> None:
         for log in self.logs:
-            log.write(step, **numbers)
+            log.write(step, **values)
 
     def rewind(self, step: int) -> None:
         for log in self.logs:

@@ -1,12 +1,11 @@
-"""The one training loop: every task, every model, from where it was to its record."""
+"""The training loop of every task and model: from the last checkpoint of a run to its record."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,39 +13,51 @@ from typing import Any
 import torch
 
 from buttress.lab.data import Task, load
-from buttress.lab.runs.config import ConfigError, Run
-from buttress.lab.runs.records import Held, Record, Store, machine, write_weights
+from buttress.lab.runs.config import Run
+from buttress.lab.runs.records import Record
+from buttress.lab.runs.store import Store
 from buttress.lab.training import checkpoints
-from buttress.lab.training import metrics as trace
-from buttress.lab.training.distributed import Team, assembled
+from buttress.lab.training.devices import resolve_device
+from buttress.lab.training.distributed import ProcessGroup, process_group
+from buttress.lab.training.divergence import DivergenceError, diagnose
+from buttress.lab.training.graph import side_stream
+from buttress.lab.training.history import MetricHistory
 from buttress.lab.training.logs import Log
-from buttress.lab.training.trainer import Curve, Diverged, Trainer, side_stream
+from buttress.lab.training.results import build_record, training_curve
+from buttress.lab.training.trainer import Trainer
+from buttress.lab.training.weights import save_weights
 
 WINDOW = 100
-"""Steps between looks at the table of losses."""
-POINTS = 200
-"""Points of a recorded curve."""
-TAIL = 10
-"""Epochs over which the training error is averaged: the last ones, as in the paper."""
-
-
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
-"""FLOP/s of bf16 products that the makers of a card promise: what the use of it is measured against."""
+"""Maximum number of steps between two pauses, at which losses are copied to the host."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a caller may show while a run goes on."""
+    """How far a run is, for display."""
 
     step: int
     steps: int
     loss: float
     error: float
+    """In percent."""
     examples_per_second: float
     seconds_left: float
 
 
 Watch = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to train a run: what does not change its results. `train` documents the fields."""
+
+    device: torch.device
+    data: Path | str | Task | None = None
+    compiled: bool = False
+    watch: Watch | None = None
+    log: Log | None = None
+    checkpoint_seconds: float = 30.0
+    at_once: int = 1
 
 
 def train(
@@ -60,198 +71,178 @@ def train(
     log: Log | None = None,
     checkpoint_seconds: float = 30.0,
     at_once: int = 1,
-    way: str = "ddp",
+    parallel: str = "ddp",
+    way: str | None = None,
 ) -> Record:
-    """Train a run to its end and return its record; with a store, go on from where it was and keep the record.
+    """Train a run to its end.
 
-    A run that has a record is not run again. One that was killed continues from its last checkpoint. `data` is the
-    folder to look in, or the run's task if it is loaded already; `at_once` says how many runs share the device, for the
-    record: the times of such runs are not to be compared. Under torchrun all its processes work on the one run, each
-    with the whole model (`way` "ddp") or with a part of each weight ("fsdp"); they must see the same store.
+    With a store, a run that is done there is not trained again, a killed run resumes from its last checkpoint, and the
+    record is put into the store, also that of a run that diverged. Under torchrun all processes train the one run; they
+    must see the same store.
+
+    Args:
+        run: The run.
+        store: Where its record and checkpoints are kept. Default: nowhere.
+        device: Such as "cpu" or "cuda:1". Default: a GPU if there is one.
+        data: The data folder, or the run's task if it is loaded already. Default: $BUTTRESS_DATA.
+        compiled: Whether to compile the model by torch.compile.
+        watch: Called with the progress, every few steps.
+        log: Receives the run's metrics.
+        checkpoint_seconds: Time between checkpoints.
+        at_once: Runs that share the device, for the record: their times cannot be compared with those of others.
+        parallel: How several processes divide the work: "ddp" (every process has the whole model) or "fsdp" (each has a
+            shard of every weight).
+        way: Former name of `parallel`.
+
+    Returns:
+        The run's record.
+
+    Raises:
+        ConfigError: If the run cannot be trained as configured.
+        RunInUseError: If another process is training the run.
+        DivergenceError: If the loss is not finite, or too large to recover.
+        CheckpointError: If a checkpoint cannot be written or read.
+        PeerLostError: If another process of the run was lost.
+
+    Example:
+        >>> record = train(Run(structure="btt(rank=2)", steps=500), store=Store("runs"))
+        >>> record.results["test_error"]
     """
-    where = device_of(device)
-    with assembled(way, where) as team, team.talking():
+    options = TrainOptions(resolve_device(device), data, compiled, watch, log, checkpoint_seconds, at_once)
+    with process_group(way or parallel, options.device) as group, group.translate_comm_errors():
+        if not group.is_main:
+            options = replace(options, watch=None, log=None)
         if store is None:
-            return _train(run, None, where, data, compiled, watch, log, checkpoint_seconds, at_once, team)
-        with store.lock(run) if team.first else nullcontext(True) as mine:
-            if not mine:
-                raise Held(f"another process is training this run, in {store.place(run)}")
-            known = store.get(run)
-            team.agree()  # all have looked before one can write
-            if known is not None and known.status == "done":
-                return known
-            try:
-                return _train(run, store, where, data, compiled, watch, log, checkpoint_seconds, at_once, team)
-            except Diverged as trouble:
-                if team.first:
-                    store.put(trouble.record(run))
-                raise
+            return TrainingLoop(run, options, group).run_to_end()
+        with store.lock(run) if group.is_main else nullcontext(True) as granted:
+            if not granted:
+                raise store.in_use(run)
+            record = store.get(run)
+            group.barrier()  # every process has read the record before one of them can write it
+            if record is not None and record.status == "done":
+                return record
+            return _train_in_store(run, store, options, group)
 
 
-def _train(
-    run: Run,
-    store: Store | None,
-    where: torch.device,
-    data: Path | str | Task | None,
-    compiled: bool,
-    watch: Watch | None,
-    log: Log | None,
-    checkpoint_seconds: float,
-    at_once: int,
-    team: Team,
-) -> Record:
-    if where.type == "cuda":
-        torch.cuda.init()  # which comes by itself for "cuda", but not for "cuda:0"
-        torch.cuda.reset_peak_memory_stats(where)
-    task = data if isinstance(data, Task) else load(run.task, where, data)
-    trainer = Trainer(run, task, where, compiled=compiled, team=team)
-    folder = store.place(run) if store is not None else None
-    before: dict[str, Any] = trainer.resume(folder) if folder is not None else {}
-    spent: float = before.get("seconds", 0.0)
-    looks = Looks(before.get("looks", {}))
-    if not team.first:
-        watch = log = None
-    if log is not None:
-        log.rewind(trainer.step)
-    begin = saved = time.perf_counter()
-    paces: list[float] = []
-    with side_stream(where):
-        looks.take(trainer, log)
-        while trainer.step < run.steps:
-            state = trainer.copied()
-            first, started = trainer.step, time.perf_counter()
-            trainer.advance(_pause(run, first))
-            losses, errors = (team.mean(t[first : trainer.step]).cpu() for t in (trainer.losses, trainer.errors))
-            if not losses.isfinite().all():
-                trouble = trainer.blame(state)
-                trouble.curve, trouble.looks = _curve(trainer, first), looks.found
-                raise trouble
-            loss, error = losses.mean().item(), 100 * errors.mean().item()
-            if loss > trainer.task.hopeless:
-                trouble = Diverged(
-                    f"the loss is {loss:.3g} at step {trainer.step}, beyond {trainer.task.hopeless:.3g}, from where "
-                    f"training does not come back. Try a smaller lr than {run.lr:g}"
-                )
-                trouble.curve, trouble.looks = _curve(trainer, trainer.step), looks.found
-                raise trouble
-            paces.append((time.perf_counter() - started) / (trainer.step - first))
-            del state  # or there would be two when the next is made
-            rate = trainer.count / paces[-1]
-            if log is not None:
-                extra = {"norm": trainer.norms[first : trainer.step].mean().item()} if run.clip else {}
-                log.write(trainer.step, loss=loss, error=error, rate=rate, **extra)
-            if watch is not None:
-                left = (run.steps - trainer.step) * paces[-1]
-                watch(Progress(trainer.step, run.steps, loss, error, rate, left))
-            looks.take(trainer, log)
-            now = time.perf_counter()
-            late = now - saved >= checkpoint_seconds
-            if folder is not None and trainer.step < run.steps and team.any(late, where):
-                trainer.save(folder, seconds=spent + now - begin, looks=looks.found)
-                saved = now
-    record = _record(trainer, spent + time.perf_counter() - begin, 1e3 * median(paces or [0.0]), at_once, looks)
-    if store is not None and folder is not None:
-        if trainer.task.language:
-            # One at a time, and kept by one process alone: all of it may be more than a GPU holds.
-            weights = {}
-            for name, t in trainer.model.state_dict().items():
-                whole = trace.whole(t)
-                if team.first:
-                    weights[name] = whole.cpu()
-            if team.first:
-                write_weights(folder / "weights.safetensors", weights)
-        if team.first:
-            store.put(record)
-            checkpoints.clear(folder)
-        team.agree()
+def _train_in_store(run: Run, store: Store, options: TrainOptions, group: ProcessGroup) -> Record:
+    """Train a run that this process has locked, and put its record into the store."""
+    folder = store.run_folder(run)
+    try:
+        loop = TrainingLoop(run, options, group, folder)
+        record = loop.run_to_end()
+    except DivergenceError as error:
+        if group.is_main:
+            store.put(error.record(run))
+        raise
+    if loop.trainer.task.language:
+        save_weights(folder, loop.trainer.model, group)
+    if group.is_main:
+        store.put(record)
+        checkpoints.clear(folder)
+    group.barrier()
     return record
 
 
-def _pause(run: Run, step: int) -> int:
-    """The next step to stop at and look. Fixed ones, wherever a run was resumed, so that logs do not depend on that."""
+class TrainingLoop:
+    """Trains a run from its last checkpoint to its end, pausing to report, measure and save.
+
+    Args:
+        run: The run.
+        options: How to train it.
+        group: The processes that train it.
+        folder: The run's folder, for checkpoints. Default: none are written or read.
+    """
+
+    def __init__(self, run: Run, options: TrainOptions, group: ProcessGroup, folder: Path | None = None) -> None:
+        self.run, self.options, self.folder = run, options, folder
+        device, data = options.device, options.data
+        if device.type == "cuda":
+            torch.cuda.init()  # implicit for "cuda", but not for "cuda:0"
+            torch.cuda.reset_peak_memory_stats(device)
+        task = data if isinstance(data, Task) else load(run.task, device, data)
+        self.trainer = Trainer(run, task, device, compiled=options.compiled, group=group)
+        metadata: dict[str, Any] = self.trainer.resume(folder) if folder is not None else {}
+        self.seconds_before: float = metadata.get("seconds", 0.0)
+        self.history = MetricHistory(metadata.get("looks", {}))
+        self.step_seconds: list[float] = []
+        """Mean time per step in each window."""
+        if options.log is not None:
+            options.log.rewind(self.trainer.step)
+        self.started = self.last_saved = time.perf_counter()
+
+    def run_to_end(self) -> Record:
+        """Train to the last step and build the record.
+
+        Raises:
+            DivergenceError: If the loss is not finite, or too large to recover.
+        """
+        with side_stream(self.options.device):
+            self.history.measure(self.trainer, self.options.log)
+            while self.trainer.step < self.run.steps:
+                self._train_window()
+                self.history.measure(self.trainer, self.options.log)
+                self._save_if_due()
+        return build_record(
+            self.trainer,
+            seconds=self._seconds(),
+            step_ms=1e3 * median(self.step_seconds or [0.0]),
+            at_once=self.options.at_once,
+            metrics=self.history.metrics,
+        )
+
+    def _train_window(self) -> None:
+        """Train to the next pause, check the losses and report them."""
+        trainer = self.trainer
+        snapshot = trainer.snapshot()
+        first, started = trainer.step, time.perf_counter()
+        trainer.advance(next_pause(self.run, first))
+        tables = (trainer.losses, trainer.errors)
+        losses, errors = (trainer.group.all_reduce_mean(t[first : trainer.step]).cpu() for t in tables)
+        if not losses.isfinite().all():
+            raise self._explained(diagnose(trainer, snapshot), first)
+        loss, error = losses.mean().item(), 100 * errors.mean().item()
+        if loss > trainer.task.hopeless:
+            raise self._explained(_too_large(loss, trainer), trainer.step)
+        self.step_seconds.append((time.perf_counter() - started) / (trainer.step - first))
+        self._report(first, loss, error)
+
+    def _explained(self, error: DivergenceError, steps: int) -> DivergenceError:
+        """The error with the curve of the run's first steps and its metrics."""
+        error.curve, error.metrics = training_curve(self.trainer, steps), self.history.metrics
+        return error
+
+    def _report(self, first: int, loss: float, error: float) -> None:
+        trainer, options, pace = self.trainer, self.options, self.step_seconds[-1]
+        rate = trainer.batches.size / pace
+        if options.log is not None:
+            norms = trainer.tables.norms[first : trainer.step]
+            extra = {"norm": norms.mean().item()} if self.run.clip else {}
+            options.log.write(trainer.step, loss=loss, error=error, rate=rate, **extra)
+        if options.watch is not None:
+            left = (self.run.steps - trainer.step) * pace
+            options.watch(Progress(trainer.step, self.run.steps, loss, error, rate, left))
+
+    def _save_if_due(self) -> None:
+        trainer, now = self.trainer, time.perf_counter()
+        if self.folder is None or trainer.step == self.run.steps:
+            return
+        if trainer.group.any(now - self.last_saved >= self.options.checkpoint_seconds, self.options.device):
+            # "looks" is the key of version 0.1, whose checkpoints can be resumed.
+            trainer.save(self.folder, seconds=self._seconds(), looks=self.history.metrics)
+            self.last_saved = now
+
+    def _seconds(self) -> float:
+        """Duration of the run, with what was trained before it resumed."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+
+def next_pause(run: Run, step: int) -> int:
+    """The step at which to pause next: a fixed one, wherever a run resumed, so that logs do not depend on that."""
     return min(run.steps, *((step // every + 1) * every for every in (WINDOW, run.evaluate, run.trace) if every))
 
 
-class Looks:
-    """What was seen of a run on the way: by name, pairs of a step and a number."""
-
-    def __init__(self, found: Mapping[str, list[tuple[int, float]]]) -> None:
-        self.found = {name: list(pairs) for name, pairs in found.items()}
-
-    def take(self, trainer: Trainer, log: Log | None) -> None:
-        """Look, if the run wants that at the step it is at."""
-        run, step = trainer.run, trainer.step
-        seen: dict[str, float] = {}
-        if run.trace and (step % run.trace == 0 or step == run.steps):
-            seen = trainer.look()
-        kept = trace.summary(seen) if seen else {}
-        if run.evaluate and step and (step % run.evaluate == 0 or step == run.steps):
-            test_loss, test_error = trainer.test()
-            kept |= (tested := {"test_loss": test_loss, "test_error": test_error})
-            seen |= tested
-        if not kept or any(s == step for s, _ in self.found.get(next(iter(kept)), [])):
-            return  # nothing to see, or seen before the run was killed
-        for name, value in kept.items():
-            self.found.setdefault(name, []).append((step, value))
-        if log is not None:
-            log.write(step, **seen)
-
-
-def device_of(name: torch.device | str | None) -> torch.device:
-    """A device by its name; by default a GPU where there is one."""
-    local = os.environ.get("LOCAL_RANK")  # torchrun tells each process on a machine which of its GPUs to take
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ConfigError(f"{name!r} is no device: use cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"{name!r} was asked for, but torch sees no GPU here")
-    return torch.device("cuda", int(local)) if device == torch.device("cuda") and local else device
-
-
-def _record(trainer: Trainer, seconds: float, step_ms: float, at_once: int, looks: Looks) -> Record:
-    run = trainer.run
-    losses, errors = trainer.losses.cpu(), 100 * trainer.errors.cpu()
-    tail = max(1, min(TAIL * trainer.per_epoch, run.steps // 5))
-    test_loss, test_error = trainer.test()
-    results = {
-        "train_error": errors[-tail:].mean().item(),
-        "train_loss": losses[-tail:].mean().item(),
-        "test_error": test_error,
-        "test_loss": test_loss,
-        "seconds": seconds,
-        "step_ms": step_ms,
-        "examples_per_second": run.steps * trainer.count / max(seconds, 1e-9),
-    }
-    if trainer.task.epoch:
-        results["examples"] = trainer.task.epoch
-    if trainer.task.language:
-        results["head_macs"] = trainer.head_macs
-        results["tokens_per_second"] = trainer.count * run.context / max(step_ms / 1e3, 1e-9)
-    if trainer.device.type == "cuda":
-        results["peak_gib"] = torch.cuda.max_memory_allocated(trainer.device) / 2**30
-        name = torch.cuda.get_device_name(trainer.device)
-        peak = next((p for card, p in PEAKS.items() if card in name), None)
-        if peak and run.precision == "bfloat16":
-            flops = 6 * trainer.macs * trainer.count / max(step_ms / 1e3, 1e-9)
-            results["mfu"] = flops / (peak * trainer.team.size)
-    if run.probe:
-        results["feature_update"] = trainer.changes.mean().item()
-    made_on = machine(trainer.device) | {"at_once": str(at_once), "compiled": "yes" if trainer.compiled else "no"}
-    if trainer.team.size > 1:
-        made_on |= {"processes": f"{trainer.team.size}, {trainer.team.way}"}
-    if trainer.task.fingerprint:
-        made_on |= {"data": trainer.task.fingerprint}
-    return Record(
-        run, "done", results, trainer.params, trainer.macs, _curve(trainer, run.steps), "", made_on, looks.found
-    )
-
-
-def _curve(trainer: Trainer, steps: int) -> Curve:
-    """Loss and error of the first steps, averaged over stretches."""
-    losses, errors = trainer.losses[:steps].cpu(), 100 * trainer.errors[:steps].cpu()
-    edges = sorted({round(i * steps / POINTS) for i in range(1, POINTS + 1)} - {0})
-    return tuple(
-        (end, round(losses[start:end].mean().item(), 4), round(errors[start:end].mean().item(), 3))
-        for start, end in zip([0, *edges][:-1], edges, strict=True)
+def _too_large(loss: float, trainer: Trainer) -> DivergenceError:
+    return DivergenceError(
+        f"the loss is {loss:.3g} at step {trainer.step}, above the divergence threshold of "
+        f"{trainer.task.hopeless:.3g}. Try a smaller lr than {trainer.run.lr:g}"
     )

@@ -1,0 +1,132 @@
+"""What a sweep hands to an engine, and what an engine reports."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from buttress.lab.data import Task, load
+from buttress.lab.runs.config import Run
+from buttress.lab.runs.records import Record
+from buttress.lab.runs.store import RunInUseError, Store
+from buttress.lab.training.devices import resolve_device
+from buttress.lab.training.divergence import DivergenceError
+from buttress.lab.training.logs import JsonLines
+from buttress.lab.training.loop import Progress, Watch, train
+
+PROGRESS_SECONDS = 0.5
+"""Least time between two reports of a run's progress."""
+ERROR_LINES = 12
+"""Maximum number of lines from a lost process's error output in its run record."""
+
+
+@dataclass(frozen=True)
+class SweepEvent:
+    """What happened to a run: it was started, got further, or ended, or another process trains it.
+
+    When a run is started, only `run` is set.
+    """
+
+    run: Run
+    progress: Progress | None = None
+    """How far the run is, while it is trained."""
+    record: Record | None = None
+    """The run's record, once it ended."""
+    elsewhere: bool = False
+    """Whether this sweep waits for another process that trains the run."""
+
+
+Listener = Callable[[SweepEvent], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a sweep trains its runs: plain values, which can be sent to other processes and machines."""
+
+    device: str | None = None
+    """Such as "cpu" or "cuda". Default: a GPU if there is one."""
+    data: str | None = None
+    """The data folder. Default: $BUTTRESS_DATA."""
+    compiled: bool = False
+    """Whether to compile models."""
+
+    def train(self, run: Run, store: Store | None, at_once: int, watch: Watch) -> Record:
+        """Train a run in this process. An error of the run is recorded, not raised.
+
+        Args:
+            run: The run.
+            store: Where to keep its record and checkpoints. Default: nowhere.
+            at_once: Runs that share the device.
+            watch: Called with the progress, not too often.
+
+        Returns:
+            The record. With a store, it has been put there, once: by `train` if the run is done or diverged, and by
+            this method if it failed.
+
+        Raises:
+            RunInUseError: If another process is training the run.
+        """
+        try:
+            return train(
+                run,
+                store=store,
+                device=self.device,
+                data=_load_task(run.task, self.device, self.data),
+                compiled=self.compiled,
+                watch=throttled(watch),
+                log=JsonLines(store.run_folder(run) / "log.jsonl") if store is not None else None,
+                at_once=at_once,
+            )
+        except RunInUseError:
+            raise
+        except DivergenceError as error:
+            return error.record(run)
+        except Exception as error:
+            record = Record(run, "failed", error=f"{type(error).__name__}: {error}")
+            return record if store is None else store.put_unless_done(record)
+
+
+@lru_cache(maxsize=1)  # reading a task's data can take longer than a small run
+def _load_task(name: str, device: str | None, data: str | None) -> Task:
+    return load(name, resolve_device(device), data)
+
+
+def throttled(watch: Watch) -> Watch:
+    """Pass on progress at most every `PROGRESS_SECONDS`."""
+    last = 0.0
+
+    def throttled_watch(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last > PROGRESS_SECONDS:
+            last = time.monotonic()
+            watch(progress)
+
+    return throttled_watch
+
+
+def is_final(record: Record) -> bool:
+    """Whether the run would end like that on any machine, and not for lack of memory or data, for example."""
+    return record.status in ("done", "diverged")
+
+
+class Engine(ABC):
+    """Trains a sweep's runs."""
+
+    @abstractmethod
+    def train(self, runs: Sequence[Run], job: Job, store: Store, listen: Listener) -> None:
+        """Train every run, in this order as far as possible. A run that fails does not stop the others.
+
+        Each run's record is put into the store once: by the process that trains the run, if it works in the store, and
+        else by the engine.
+
+        Args:
+            runs: The runs.
+            job: How to train them.
+            store: Where their records are put.
+            listen: Called for each run when it starts, when it gets further, and when it ends. For a run that another
+                sweep trains, it is called when that run ends, and before that at most once, when the engine starts to
+                wait for it.
+        """

@@ -1,0 +1,83 @@
+"""The program of a worker process: `python -m buttress.lab.sweeps.worker STORE JOB COUNT`.
+
+Runs come in on standard input and messages go out on standard output, one JSON object per line. A run's messages are
+any number of {"progress": ...}, then one with "in_use" and "exits".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from queue import Queue
+
+import torch
+
+from buttress.lab.runs.config import Run
+from buttress.lab.runs.store import RunInUseError, Store
+from buttress.lab.sweeps.engine import Job
+
+
+def work(store: Store, job: Job, at_once: int) -> None:
+    """Train the runs that come in on standard input, until it is closed.
+
+    Args:
+        store: Where records are put.
+        job: How to train runs.
+        at_once: Workers that share the device.
+    """
+    out = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print must not be taken for messages
+
+    def send(message: dict[str, object]) -> None:
+        try:
+            print(json.dumps(message), file=out, flush=True)
+        except BrokenPipeError:
+            os._exit(1)  # the sweep was killed; the last checkpoint stays
+
+    requests: Queue[str | None] = Queue()
+    busy = threading.Event()
+
+    def read_requests() -> None:
+        for line in sys.stdin:
+            requests.put(line)
+        # The sweep was killed or is done: the result of a run in progress is not needed any more.
+        requests.put(None)
+        if busy.is_set():
+            os._exit(1)
+
+    threading.Thread(target=read_requests, daemon=True).start()
+    while (line := requests.get()) is not None:
+        busy.set()
+        in_use = False
+        try:
+            job.train(Run.from_json(line), store, at_once, lambda progress: send({"progress": vars(progress)}))
+        except RunInUseError:
+            in_use = True
+        busy.clear()
+        exits = gpu_is_lost()
+        send({"in_use": in_use, "exits": exits})
+        if exits:
+            return
+
+
+def gpu_is_lost() -> bool:
+    """Whether this process cannot use the GPU any more, as after an illegal memory access."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the worker with the arguments that `WorkerProcess` gives it."""
+    folder, job, at_once = arguments
+    work(Store(folder), Job(**json.loads(job)), int(at_once))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,41 @@
+"""Metrics of a run over its steps."""
+
+from __future__ import annotations
+
+from buttress.lab.runs.records import Metrics
+from buttress.lab.training.logs import Log
+from buttress.lab.training.metrics import summarize
+from buttress.lab.training.trainer import Trainer
+
+
+class MetricHistory:
+    """What was measured during a run: by name, (step, value).
+
+    Args:
+        metrics: What was measured before the run resumed.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = {name: [(int(s), float(v)) for s, v in pairs] for name, pairs in metrics.items()}
+
+    def measure(self, trainer: Trainer, log: Log | None) -> None:
+        """Measure norms and evaluate, if either is due at the trainer's step.
+
+        Every norm goes to the log; the history keeps their summary.
+        """
+        run, step = trainer.run, trainer.step
+        norms: dict[str, float] = {}
+        if run.trace and (step % run.trace == 0 or step == run.steps):
+            norms = trainer.evaluator.measure_norms()
+        kept = summarize(norms) if norms else {}
+        test: dict[str, float] = {}
+        if run.evaluate and step and (step % run.evaluate == 0 or step == run.steps):
+            loss, error = trainer.evaluator.test()
+            test = {"test_loss": loss, "test_error": error}
+        kept |= test
+        if not kept or any(s == step for s, _ in self.metrics.get(next(iter(kept)), [])):
+            return  # nothing is due, or it was measured before the run was killed
+        for name, value in kept.items():
+            self.metrics.setdefault(name, []).append((step, value))
+        if log is not None:
+            log.write(step, **norms, **test)

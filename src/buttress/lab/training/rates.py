@@ -1,0 +1,59 @@
+"""Learning rates of a run: its schedule, and setting them in the optimizer at each step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from buttress.lab.runs.config import Run
+from buttress.lab.training.tables import StepTables
+
+
+def schedule_factors(run: Run, device: torch.device) -> Tensor:
+    """The factor on all learning rates at each step: linear warmup, then cosine or constant.
+
+    Shape:
+        Returns (steps,), float32.
+    """
+    steps = torch.arange(run.steps, dtype=torch.float64)
+    progress = (steps - run.warmup).clamp(min=0) / max(1, run.steps - run.warmup)
+    factors = 0.5 * (1 + torch.cos(math.pi * progress)) if run.schedule == "cosine" else torch.ones_like(steps)
+    factors = run.final + (1 - run.final) * factors
+    if run.warmup:
+        factors *= ((steps + 1) / run.warmup).clamp(max=1)
+    return factors.float().to(device)
+
+
+class LearningRates:
+    """Sets the learning rates of an optimizer's groups to their scheduled values.
+
+    Args:
+        optimizer: The optimizer; the current rates of its groups are the peak rates.
+        factors: The schedule, as `schedule_factors` returns it.
+        on_device: Whether the rates are to be entries of a tensor on the device, so that a CUDA graph can replay their
+            change.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factors: Tensor, *, on_device: bool) -> None:
+        self.groups, self.factors, self.on_device = optimizer.param_groups, factors, on_device
+        self.peak = [float(group["lr"]) for group in self.groups]
+        self.peak_tensor = torch.tensor(self.peak, device=factors.device)
+        self.current_tensor = self.peak_tensor.clone()
+        if on_device:
+            self.bind_rates_to_tensor()
+
+    def bind_rates_to_tensor(self) -> None:
+        """Make each group's rate an entry of `current_tensor`."""
+        for i, group in enumerate(self.groups):
+            group["lr"] = self.current_tensor[i]
+
+    def update(self, tables: StepTables) -> None:
+        """Set the rates of the step at the tables' cursor."""
+        factor = tables.at_cursor(self.factors)
+        if self.on_device:
+            torch.mul(self.peak_tensor, factor, out=self.current_tensor)
+        else:
+            for group, rate in zip(self.groups, self.peak, strict=True):
+                group["lr"] = rate * factor.item()

@@ -1,0 +1,87 @@
+"""From a finished trainer to the run record."""
+
+from __future__ import annotations
+
+import torch
+
+from buttress.lab.runs.machine import describe_machine
+from buttress.lab.runs.records import Curve, Metrics, Record
+from buttress.lab.training.trainer import Trainer
+
+CURVE_POINTS = 200
+"""Points of a recorded curve."""
+TAIL_EPOCHS = 10
+"""Epochs at the end of a run over which its training error is averaged, as in the paper."""
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Peak FLOP/s of bfloat16 matrix products by GPU, according to its vendor: utilization is relative to it."""
+
+
+def build_record(trainer: Trainer, *, seconds: float, step_ms: float, at_once: int, metrics: Metrics) -> Record:
+    """Evaluate a trainer at the end of its run and build the record.
+
+    Args:
+        trainer: The trainer.
+        seconds: Duration of the whole run.
+        step_ms: Median time per step.
+        at_once: Runs that share the device.
+        metrics: What was measured during the run.
+
+    Returns:
+        The record, with the status "done".
+    """
+    run, batch = trainer.run, trainer.batches.size
+    losses, errors = trainer.losses.cpu(), 100 * trainer.errors.cpu()
+    tail = max(1, min(TAIL_EPOCHS * trainer.batches.per_epoch, run.steps // 5))
+    test_loss, test_error = trainer.evaluator.test()
+    results = {
+        "train_error": errors[-tail:].mean().item(),
+        "train_loss": losses[-tail:].mean().item(),
+        "test_error": test_error,
+        "test_loss": test_loss,
+        "seconds": seconds,
+        "step_ms": step_ms,
+        "examples_per_second": run.steps * batch / max(seconds, 1e-9),
+    }
+    if trainer.task.epoch:
+        results["examples"] = trainer.task.epoch
+    if trainer.task.language:
+        results["head_macs"] = trainer.head_macs
+        results["tokens_per_second"] = batch * run.context / max(step_ms / 1e3, 1e-9)
+    if trainer.device.type == "cuda":
+        results |= _gpu_results(trainer, step_ms)
+    if run.probe:
+        results["feature_update"] = trainer.tables.changes.mean().item()
+    return Record(
+        run, "done", results, trainer.params, trainer.macs, training_curve(trainer, run.steps), "",
+        _environment(trainer, at_once), metrics,
+    )  # fmt: skip
+
+
+def _gpu_results(trainer: Trainer, step_ms: float) -> dict[str, float]:
+    results = {"peak_gib": torch.cuda.max_memory_allocated(trainer.device) / 2**30}
+    name = torch.cuda.get_device_name(trainer.device)
+    peak = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+    if peak and trainer.run.precision == "bfloat16":
+        flops = 6 * trainer.macs * trainer.batches.size / max(step_ms / 1e3, 1e-9)
+        results["mfu"] = flops / (peak * trainer.group.size)
+    return results
+
+
+def _environment(trainer: Trainer, at_once: int) -> dict[str, str]:
+    compiled = "yes" if trainer.compiled else "no"
+    environment = describe_machine(trainer.device) | {"at_once": str(at_once), "compiled": compiled}
+    if trainer.group.size > 1:
+        environment["processes"] = f"{trainer.group.size}, {trainer.group.strategy}"
+    if trainer.task.fingerprint:
+        environment["data"] = trainer.task.fingerprint
+    return environment
+
+
+def training_curve(trainer: Trainer, steps: int) -> Curve:
+    """Loss and error of the first `steps` steps, averaged over equal stretches."""
+    losses, errors = trainer.losses[:steps].cpu(), 100 * trainer.errors[:steps].cpu()
+    edges = sorted({round(i * steps / CURVE_POINTS) for i in range(1, CURVE_POINTS + 1)} - {0})
+    return tuple(
+        (end, round(losses[start:end].mean().item(), 4), round(errors[start:end].mean().item(), 3))
+        for start, end in zip([0, *edges][:-1], edges, strict=True)
+    )

@@ -1,0 +1,56 @@
+"""Run configurations: fields, keys, and setting them by text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import buttress as bt
+from buttress.lab.runs.config import ConfigError, Run, with_fields
+from lab_runs import SMALL
+
+
+class TestRun:
+    def test_the_key_is_that_of_the_fields(self) -> None:
+        run = Run(structure="btt(rank=2)")
+        assert run.key == Run(structure="btt( rank = 2 )").key == Run.from_json(run.to_json()).key
+        assert run.key != replace(run, seed=1).key
+        assert len(run.key) == 16
+        assert str(run) == "Run(structure='btt(rank=2)')"
+
+    def test_fields_are_set_by_text(self) -> None:
+        run = with_fields(Run(), ["width=128", "structure=btt(rank=2)", "aware=false", "lr=1e-3", "mixup=1"])
+        assert run == Run(width=128, structure="btt(rank=2)", aware=False, lr=1e-3, mixup=1.0)
+
+    @pytest.mark.parametrize(
+        ("settings", "match"),
+        [
+            (["widht=3"], "did you mean 'width'"),
+            (["zzz=3"], "valid names are accumulate, aware, base_width"),
+            (["width"], "the form name=value"),
+            (["width=many"], "width takes a number"),
+            (["width=1.5"], "width must be an integer"),
+            (["width=0"], "width must be at least 1"),
+            (["schedule=linear"], "one of cosine, constant"),
+            (["lr=0"], "lr must be above 0"),
+            (["lr=1e400"], "lr must be above 0 and finite"),
+            (["mixup=-1"], "mixup must be between 0"),
+            (["smoothing=2"], "smoothing must be between 0 and 1"),
+            (["seed=99999999999999999999"], "seed must be between"),
+        ],
+    )
+    def test_wrong_settings(self, settings: list[str], match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            with_fields(Run(), settings)
+
+    def test_wrong_structure(self) -> None:
+        with pytest.raises(bt.StructureError, match="did you mean"):
+            Run(structure="bttt")
+
+
+def test_a_new_field_leaves_old_keys_alone() -> None:
+    old = {k: v for k, v in json.loads(SMALL.to_json()).items() if k not in ("warmup", "clip", "heads", "beta2")}
+    assert Run.from_dict(old).key == SMALL.key
+    assert replace(SMALL, clip=1.0).key != SMALL.key

@@ -1,0 +1,42 @@
+"""Models and parameter groups of runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import buttress as bt
+from buttress.lab.data import load
+from buttress.lab.runs.config import ConfigError
+from buttress.lab.training.building import build_model, build_param_groups
+from buttress.lab.training.loop import train
+from lab_runs import SMALL
+
+
+class TestBuild:
+    def test_which_layers_are_structured(self) -> None:
+        task = load("digits")
+        for layers, expected in (("all", True), ("hidden", False), ("ffn", False)):
+            model = build_model(replace(SMALL, structure="btt", layers=layers), task)
+            assert isinstance(model.get_submodule("input"), bt.StructuredLinear) is expected
+            assert isinstance(model.get_submodule("blocks.0.up"), bt.StructuredLinear)
+            assert not isinstance(model.get_submodule("head"), bt.StructuredLinear)
+
+    def test_rates(self) -> None:
+        task = load("digits")
+        run = replace(SMALL, width=256, base_width=64, structure="btt", input_scale=0.1)
+        groups = build_param_groups(run, build_model(run, task), task)
+        assert sum(len(g["params"]) for g in groups) == len(list(build_model(run, task).parameters()))
+        naive = build_param_groups(replace(run, aware=False), build_model(run, task), task)
+        assert max(g["lr"] for g in groups) > max(g["lr"] for g in naive)
+
+    def test_errors(self) -> None:
+        with pytest.raises(ConfigError, match="did you mean 'mlp'"):
+            build_model(replace(SMALL, model="mlpp"), load("digits"))
+        with pytest.raises(ConfigError, match=r"takes images, but these inputs have the shape \(64,\)"):
+            build_model(replace(SMALL, model="vit"), load("teacher"))
+
+    def test_a_vit_trains_too(self) -> None:
+        record = train(replace(SMALL, model="vit", width=16, steps=20), device="cpu")
+        assert record.results["train_loss"] < 2.5

@@ -1,0 +1,100 @@
+"""Training a run to its record: progress, stores, killed processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import buttress as bt
+from buttress.lab.data import load
+from buttress.lab.runs.config import ConfigError
+from buttress.lab.runs.records import Record
+from buttress.lab.runs.store import Store
+from buttress.lab.training import checkpoints
+from buttress.lab.training.building import build_model
+from buttress.lab.training.logs import JsonLines
+from buttress.lab.training.loop import Progress, next_pause, train
+from lab_runs import SMALL
+
+
+class TestTrain:
+    def test_it_learns_and_says_what_it_cost(self, tmp_path: Path) -> None:
+        reports: list[Progress] = []
+        log = JsonLines(tmp_path / "log.jsonl")
+        record = train(replace(SMALL, structure="btt"), device="cpu", watch=reports.append, log=log)
+        assert record.results["test_error"] < 20
+        assert record.curve[0][1] > record.curve[-1][1]
+        assert [p.step for p in reports] == [100, 200, 250]
+        model = build_model(record.run, load("digits"))
+        assert record.params == sum(p.numel() for p in model.parameters())
+        assert record.macs == bt.cost(model, torch.zeros(1, 1, 8, 8)).macs
+        assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [100, 200, 250]
+        assert Record.from_json(record.to_json()) == record
+
+    def test_a_finished_run_is_not_run_again(self, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        run = replace(SMALL, steps=20)
+        first = train(run, store=store, device="cpu")
+        assert checkpoints.latest(store.run_folder(run)) is None
+        assert train(run, store=store, device="cpu") == first == next(iter(store))
+
+    def test_killed_and_started_again_gives_the_same_bits(self, tmp_path: Path) -> None:
+        run = replace(SMALL, steps=1500)
+        code = (
+            "import sys, torch; torch.set_num_threads(1)\n"
+            "from buttress.lab.runs.config import Run; from buttress.lab.runs.store import Store\n"
+            "from buttress.lab.training.loop import train; from buttress.lab.training.logs import JsonLines\n"
+            "from pathlib import Path\n"
+            "store = Store(sys.argv[2]); run = Run.from_json(sys.argv[1])\n"
+            "log = JsonLines(store.run_folder(run) / 'log.jsonl')\n"
+            "train(run, store=store, device='cpu', checkpoint_seconds=0, log=log)\n"
+        )
+        command = [sys.executable, "-c", code, run.to_json()]
+        whole, broken = Store(tmp_path / "whole"), Store(tmp_path / "broken")
+        subprocess.run([*command, str(whole.folder)], check=True, timeout=120)
+        victim = subprocess.Popen([*command, str(broken.folder)])
+        deadline = time.monotonic() + 60
+        while (
+            checkpoints.latest(broken.run_folder(run)) is None and time.monotonic() < deadline and victim.poll() is None
+        ):
+            time.sleep(0.005)
+        victim.send_signal(signal.SIGKILL)
+        assert victim.wait() == -signal.SIGKILL, "it was over before it could be killed"
+        assert broken.get(run) is None
+        subprocess.run([*command, str(broken.folder)], check=True, timeout=120)
+        a, b = whole.get(run), broken.get(run)
+        assert a is not None
+        assert b is not None
+        assert a.curve == b.curve
+        for name in ("train_error", "train_loss", "test_error", "test_loss"):
+            assert a.results[name] == b.results[name]
+        logs = [(s.run_folder(run) / "log.jsonl").read_text().splitlines() for s in (whole, broken)]
+        steps = [[json.loads(line)["step"] for line in log] for log in logs]
+        assert steps[0] == steps[1] == list(range(100, 1600, 100))
+
+
+@pytest.mark.gpu
+def test_a_run_from_beginning_to_end(tmp_path: Path) -> None:
+    record = train(replace(SMALL, precision="bfloat16"), store=Store(tmp_path), device="cuda")
+    assert record.results["test_error"] < 20
+
+
+def test_pauses_do_not_depend_on_where_a_run_resumed() -> None:
+    run = replace(SMALL, steps=250, evaluate=60, trace=0)
+    assert [next_pause(run, step) for step in (0, 59, 60, 61, 119, 200, 240)] == [60, 60, 100, 100, 120, 240, 250]
+
+
+@pytest.mark.parametrize("keyword", ["parallel", "way"])
+def test_there_are_two_strategies(keyword: str) -> None:
+    strategy: dict[str, Any] = {keyword: "dpp"}
+    with pytest.raises(ConfigError, match=r"ddp or fsdp, not 'dpp'; did you mean 'ddp'\?"):
+        train(SMALL, device="cpu", **strategy)

@@ -1,0 +1,122 @@
+"""The trainer: batches, loss, steps, and resuming to the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from buttress.lab.data import load
+from buttress.lab.training.loop import train
+from buttress.lab.training.trainer import Trainer
+from lab_runs import SMALL
+
+
+class TestSteps:
+    def test_feature_updates_are_distances_of_features(self) -> None:
+        run = replace(SMALL, probe=True, steps=3, bias=False)
+        trainer = Trainer(run, load("digits"), torch.device("cpu"))
+        x = next(trainer.task.test(1024))[0]
+
+        def features() -> torch.Tensor:
+            with torch.no_grad():
+                model: Any = trainer.model
+                return model.blocks(torch.nn.functional.gelu(model.input(x.flatten(1)[:, model.order])))
+
+        before = features()
+        for step in range(3):
+            trainer.advance(step + 1)
+            after = features()
+            want = ((after - before).norm(dim=1) / 4).mean()  # 4 is the root of the width
+            torch.testing.assert_close(trainer.tables.changes[step], want)
+            before = after
+        assert train(run, device="cpu").results["feature_update"] == pytest.approx(trainer.tables.changes.mean().item())
+
+    def test_mixup_and_smoothing_are_the_formula(self) -> None:
+        run = replace(SMALL, mixup=0.8, smoothing=0.3)
+        trainer = Trainer(run, load("digits"), torch.device("cpu"))
+        torch.nn.init.normal_(trainer.model.get_submodule("head").weight)  # type: ignore[arg-type]
+        batch = trainer.batches.draw()
+        x, y, other, share = batch
+        assert torch.equal(other, y.roll(1))
+        assert 0 < share < 1
+        loss, error = trainer.loss(batch)
+        logits = trainer.model(x).log_softmax(1)
+
+        def smooth(targets: torch.Tensor) -> torch.Tensor:
+            wanted = torch.nn.functional.one_hot(targets, 10) * 0.7 + 0.03
+            return -(wanted * logits).sum(1).mean()
+
+        torch.testing.assert_close(loss, share * smooth(y) + (1 - share) * smooth(other))
+        guess = logits.argmax(1)
+        right = max((guess == y).float().mean().item(), (guess == other).float().mean().item())
+        assert error.item() == pytest.approx(1 - right)
+
+    def test_an_epoch_takes_every_example_once(self) -> None:
+        trainer = Trainer(replace(SMALL, batch=100), load("digits"), torch.device("cpu"))
+        trainer.advance(1)
+        first = trainer.batches.order.clone()
+        assert len(first) == 1200
+        assert len(set(first.tolist())) == 1200
+        trainer.advance(12)
+        assert torch.equal(first, trainer.batches.order)
+        trainer.advance(13)
+        assert not torch.equal(first, trainer.batches.order)
+
+
+def test_gradients_are_clipped_together() -> None:
+    run = replace(SMALL, steps=1, clip=1e-3, optimizer="sgd", lr=1.0, schedule="constant", structure="")
+    trainer = Trainer(run, load("digits"), torch.device("cpu"))
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    free = Trainer(replace(run, clip=0.0), load("digits"), torch.device("cpu"))
+    for t in (trainer, free):
+        t.advance(1)
+    # The rates differ from parameter to parameter, so lengths are compared one by one.
+    moves = [
+        [(p.detach() - b).norm() for p, b in zip(t.model.parameters(), before, strict=True)] for t in (trainer, free)
+    ]
+    ratios = [a / b for a, b in zip(*moves, strict=True) if b > 0]
+    assert max(ratios) < 0.1
+    assert max(ratios) / min(ratios) < 1.01
+
+
+def test_resuming_in_the_same_process_is_bit_identical(tmp_path: Path) -> None:
+    run = replace(SMALL, steps=150, mixup=0.8, structure="btt", probe=True)
+    whole = Trainer(run, load("digits"), torch.device("cpu"))
+    whole.advance(150)
+    first = Trainer(run, load("digits"), torch.device("cpu"))
+    first.advance(70)
+    second = Trainer(run, load("digits"), torch.device("cpu"))
+    first.save(tmp_path)
+    second.resume(tmp_path)
+    second.advance(150)
+    assert torch.equal(whole.losses, second.losses)
+    assert torch.equal(whole.tables.changes, second.tables.changes)
+    for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_trains_as_single_launches_do() -> None:
+    run = replace(SMALL, steps=200, mixup=0.8, smoothing=0.3, structure="btt")
+    device = torch.device("cuda")
+    losses = []
+    for graph in (True, False):
+        trainer = Trainer(run, load("digits", device), device)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert trainer.replay is not None
+            if graph:
+                trainer.advance(200)
+                assert trainer.replay.graph is not None
+            else:
+                while trainer.step < 200:
+                    trainer.replay.reset()
+                    trainer.advance(trainer.step + 1)
+                    assert trainer.replay.graph is None
+        torch.cuda.synchronize()
+        losses.append(trainer.losses.cpu())
+    torch.testing.assert_close(losses[0][:20], losses[1][:20], rtol=1e-3, atol=1e-3)
+    assert losses[0][-20:].mean() < 0.9 * losses[0][:20].mean()
