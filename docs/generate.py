@@ -20,6 +20,7 @@ import numpy as np
 
 import buttress as bt
 from buttress.lab.analysis import Point, difference, figures, fit, published
+from buttress.lab.analysis.lines import BASELINE, largest, points
 from buttress.lab.runs.records import Record, read_records
 
 HERE = Path(__file__).parent
@@ -316,7 +317,7 @@ def language_rates_table() -> str:
 def stability_table() -> str:
     rows = []
     for r in sorted(runs("gpt2-stability"), key=lambda r: (r.run.lr, r.run.normalize)):
-        blocks = [size for _, size in figures.largest(r)]
+        blocks = [size for _, size in largest(r)]
         layers = (r.looks[f"{which} output"][-1][1] for which in ("median", "largest"))
         sizes = (max(blocks), blocks[-1], *layers)
         cells = (f"{size:,.0f}" if size >= 10 else f"{size:.2f}" for size in sizes)
@@ -341,20 +342,19 @@ def throughput_table() -> str:
 
 def exponents_table() -> str:
     rows = []
-    lines = figures.points(runs("mlp-scaling"))
-    for name, line in lines.items():
-        structure = name.partition(",")[0]
-        there = [Point(x, y) for x, y in published.TRAIN_ERROR[structure]]
-        value, error = published.EXPONENTS[structure]
+    lines = points(runs("mlp-scaling"))
+    for key, line in lines.items():
+        there = [Point(x, y) for x, y in published.TRAIN_ERROR[key.structure]]
+        value, error = published.EXPONENTS[key.structure]
         ours, apart, same = "too few sizes", "", ""
         if len(line) >= 3:
             law = fit(line)
             ours = f"{law.exponent:.3f} ± {law.exponent_error:.3f}"
-            apart = "" if name == "dense" else str(difference(line, lines["dense"])).split(",")[0] + ")"
+            apart = "" if key == BASELINE else str(difference(line, lines[BASELINE])).split(",")[0] + ")"
             window = (line[0].macs / 1.15, line[-1].macs * 1.15)
             again = fit(there, window=window)
             same = f"{again.exponent:.3f} ± {again.exponent_error:.3f}"
-        rows.append((name, f"{len(line)}", ours, apart, same, f"{value:.3f} ± {error:.3f}"))
+        rows.append((key.label, f"{len(line)}", ours, apart, same, f"{value:.3f} ± {error:.3f}"))
     return table("structure | sizes | exponent | less dense's | published points of the same MACs | published", rows)
 
 

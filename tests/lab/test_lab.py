@@ -708,7 +708,7 @@ class TestImagesInFolders:
         before = torch.get_rng_state()
         found = []
         for batches in ([((0, 7), [1, 2]), ((0, 8), [3])], [((0, 8), [3])], [((0, 9), [3])]):
-            task.follow(batches)
+            task.prefetch(batches)
             for _, numbers in batches:
                 x, _ = task.draw(torch.tensor(numbers), generator)
             found.append(x)
@@ -733,7 +733,7 @@ class TestImagesInFolders:
             load("imagenet", folder=tmp_path)
         (tmp_path / "train" / "cat" / "1.png").write_bytes(b"meow")
         (tmp_path / "val" / "cat" / "1.png").write_bytes(b"meow")
-        with pytest.raises(DataError, match=r"1\.png is no image"):
+        with pytest.raises(DataError, match=r"1\.png is not an image"):
             next(load("imagenet", folder=tmp_path).test(1))
 
 

@@ -28,7 +28,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 import buttress.lab.sweeps.ray_engine as engine
-from buttress.cli import main as cli
+from buttress.cli.sweeping import engine_of
 from buttress.lab.recipes import find
 from buttress.lab.runs.config import ConfigError, Run, with_fields
 from buttress.lab.runs.records import Record, Store
@@ -306,7 +306,7 @@ def test_runs_share_a_gpu(tmp_path: Path) -> None:
 )
 def test_wrong_questions(asked: tuple[Any, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        cli._engine(*asked)
+        engine_of(*asked)
 
 
 def test_nobody_there(tmp_path: Path) -> None:

@@ -127,10 +127,11 @@ def _train(
                 trouble.curve, trouble.looks = _curve(trainer, first), looks.found
                 raise trouble
             loss, error = losses.mean().item(), 100 * errors.mean().item()
-            if loss > trainer.task.hopeless:
+            if loss > trainer.task.divergence_threshold:
                 trouble = Diverged(
-                    f"the loss is {loss:.3g} at step {trainer.step}, beyond {trainer.task.hopeless:.3g}, from where "
-                    f"training does not come back. Try a smaller lr than {run.lr:g}"
+                    f"the loss is {loss:.3g} at step {trainer.step}, beyond "
+                    f"{trainer.task.divergence_threshold:.3g}, from where training does not come back. "
+                    f"Try a smaller lr than {run.lr:g}"
                 )
                 trouble.curve, trouble.looks = _curve(trainer, trainer.step), looks.found
                 raise trouble

@@ -147,7 +147,7 @@ class Trainer:
         # A batch's chances depend on its step alone, so they are the same when a run goes on in the middle. One at a
         # time: a task that need not know is not made to wait for a list of all examples.
         wanted = (((self.run.seed, step), batch.tolist()) for step, batch in batches)
-        self.task.follow(wanted, self.team.mine(self.count))
+        self.task.prefetch(wanted, self.team.mine(self.count))
         self.fed = (epoch + 1) * self.per_epoch
 
     def _once(self) -> None:
