@@ -106,6 +106,17 @@ class TestResumption:
         with pytest.raises(DataError, match="fewer tokens than its journal says"):
             write(text, tmp_path / "out")
 
+    def test_the_journal_keeps_its_keys(self, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of version 0.1, so that either version resumes the other's work."""
+        monkeypatch.setattr(documents, "CHUNK_BYTES", 4096)
+        part = self.interrupted(text, tmp_path)
+        content = json.loads((part / "journal.json").read_text())
+        assert set(content) == {"asked", "source", "place", "opened", "read", "splits"}
+
+    def test_nothing_is_left_but_the_folder(self, text: Path, tmp_path: Path) -> None:
+        write(text, tmp_path / "out")
+        assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "out"}
+
     def test_other_work_is_not_mixed_in(self, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(documents, "CHUNK_BYTES", 4096)
         part = self.interrupted(text, tmp_path)
