@@ -1,8 +1,8 @@
 """CPU benchmark: ratios measured side by side in one run. `make bench`, or python benchmarks/cpu.py [--out FILE].
 
 Two questions. How much faster is a structured layer than the nn.Linear of the same width? And how much
-does the layer cost over the bare batched matrix products that it cannot do without: the same
-products, forward and backward through autograd, on operands that are already laid out?
+does the layer cost over the bare batched matmuls that it cannot do without: the same matmuls, forward and
+backward through autograd, on operands that are already laid out?
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def over_bare_products(width: int, batch: int, structure: bt.Structure) -> list[
     dblocks = torch.randn(second.blocks, batch, second.d_out)
 
     def bare() -> Tensor:
-        # The middle is read as if it had been rearranged: same shapes, same products, no copy.
+        # The middle is read as if it had been rearranged: same shapes, same matmuls, no copy.
         middle = torch.bmm(blocks, right.mT).view(second.blocks, batch, second.d_in)
         return torch.bmm(middle, left.mT)
 

@@ -3,7 +3,7 @@
 bf16 autocast over float32 weights, AdamW, blocks and loss compiled by torch.compile, tokens drawn at random (speed does
 not depend on them). The output head stays dense and tied. Two times: launched by Python, and the whole step replayed
 from one CUDA graph. Peak memory is what torch allocated at most during the steps launched by Python. `recompute`
-says which layers make what lies between their factors anew in the backward pass.
+says which layers recompute the activations between their factors in the backward pass.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def hidden_states(body: nn.Module, tokens: Tensor) -> Tensor:
     """What transformers' GPT2Model computes where nothing is masked; it would ask the device about masks."""
     hidden = body.wte(tokens) + body.wpe(torch.arange(tokens.shape[1], device=tokens.device))
     for block in body.h:
-        made = block(hidden)
-        hidden = made[0] if isinstance(made, tuple) else made
+        output = block(hidden)
+        hidden = output[0] if isinstance(output, tuple) else output
     return body.ln_f(hidden)
 
 

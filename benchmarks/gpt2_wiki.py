@@ -1,11 +1,11 @@
-"""A GPT-2 of transformers, trained on text here, compressed by `buttress compress`, healed, and asked to write.
+"""Train a GPT-2 of transformers on text, compress it with `buttress compress`, heal it, and sample from it.
 
     buttress tokens train.txt --val val.txt --out tokens/wiki
     python benchmarks/gpt2_wiki.py --tokens tokens/wiki --text some_of_train.txt --model out/gpt2
 
-Perplexity is that of the validation tokens, before, after compression, and after healing. The model is trained
-once and kept in the folder `--model`; compressed ones are put beside it. `--text` is plain text to calibrate and heal
-with.
+Perplexity is that of the validation tokens, before, after compression, and after healing. The model is trained once
+and saved in the folder `--model`; compressed models are saved next to it. `--text` is plain text for calibration and
+healing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPTS = ("The history of the city begins", "In mathematics, a matrix is", "She
 
 
 def batch(ids: Any, starts: np.ndarray, device: str) -> torch.Tensor:
-    """Sequences of tokens that begin where told."""
+    """Token sequences at the given starts."""
     places = starts[:, None] + np.arange(CONTEXT)
     return torch.from_numpy(ids[places].astype(np.int64)).to(device, non_blocking=True)
 
@@ -71,7 +71,7 @@ def trained(found: tokens_of.Tokens, steps: int, width: int, depth: int, lr: flo
 
 @torch.no_grad()
 def perplexity(model: Any, found: tokens_of.Tokens, device: str, most: int) -> float:
-    """Of whole sequences of the validation tokens, all or so many from all over them."""
+    """Perplexity of validation sequences: of all, or of at most `most`, evenly spaced."""
     starts = np.arange(0, len(found.val) - CONTEXT, CONTEXT)
     starts = starts[:: -(-len(starts) // most)] if most else starts
     total, count = 0.0, 0
@@ -84,22 +84,22 @@ def perplexity(model: Any, found: tokens_of.Tokens, device: str, most: int) -> f
 
 
 def written(model: Any, found: tokens_of.Tokens, device: str) -> list[str]:
-    """How the model goes on from each prompt, drawing from the likeliest words."""
+    """How the model continues each prompt, sampled from the most likely tokens."""
     texts = []
     for prompt in PROMPTS:
         torch.manual_seed(0)
         ids = torch.tensor([found.encode(prompt)], device=device)
-        made = model.generate(
+        output = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=40, temperature=0.8, max_new_tokens=50,
             pad_token_id=found.end,
         )  # fmt: skip
-        texts.append(found.decode(made[0].tolist()))
+        texts.append(found.decode(output[0].tolist()))
     return texts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=Path, required=True, help="folder made by `buttress tokens`")
+    parser.add_argument("--tokens", type=Path, required=True, help="token folder, from `buttress tokens`")
     parser.add_argument("--text", type=Path, required=True, help="plain text to calibrate and heal with")
     parser.add_argument("--model", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--out", type=Path, default=Path("results/gpt2_wiki.csv"))
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--heal", type=int, nargs="*", default=[0, 500])
     parser.add_argument("--heal-lr", type=float, default=1e-4)
     parser.add_argument("--batch", type=int, default=16, help="sequences of 256 tokens, to calibrate and heal with")
-    parser.add_argument("--measure", type=int, default=0, help="at most so many validation sequences; all otherwise")
+    parser.add_argument("--measure", type=int, default=0, help="largest number of validation sequences. Default: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     found = tokens_of.read(given.tokens)

@@ -1,13 +1,13 @@
 """GPU benchmark: layers in bf16 against nn.Linear, the usual code, and the hardware's floor. `make bench-gpu`
 
 All is measured in one run: medians, from CUDA graphs, caches flushed before each repetition; the
-columns called eager are launched one by one from Python. The floor is what the card allows: the larger of
+columns called eager are launched one by one from Python. The floor is what the GPU allows: the larger of
 2 * MACs * tokens / peak and the bytes of x, y and the factors (for a training step also dy, x again, dx and the
-factors' gradients) / bandwidth. "usual" is the method of the BTT paper's and of fly's Monarch code, written anew:
-batched products with tokens as the slow axis, a transposing copy between them, the backward pass by hand.
+factors' gradients) / bandwidth. "usual" is the method of the BTT paper's and of fly's Monarch code, written again:
+batched matrix products with tokens as the slow axis, a transposing copy between them, the backward pass by hand.
 
-Writes <out>/layers.csv and <out>/decode.csv, the figure docs/speed.png, and with --table the table of measured speeds
-that the package brings along.
+Writes <out>/layers.csv and <out>/decode.csv, the figure docs/speed.png, and with --table the measured speeds that
+the package contains.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def handfuls() -> Iterator[Case]:
 
 
 class Usual(torch.autograd.Function):
-    """Two batched products, tokens slow, as such layers are usually written."""
+    """Two batched matrix products, tokens slow, as such layers are usually written."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, right: Tensor, left: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def save(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
 
 
 def compile_all(share: int, of: int) -> None:
-    """Compile this share of the kernels, so that nobody waits for them one by one later."""
+    """Compile this share of the kernels, so that they need not be compiled one by one later."""
     wanted = {(structure.chain(d_in, d_out)): tokens for structure, d_in, d_out, tokens in every()}
     for chain in list(wanted)[share::of]:
         way = layouts_of(chain).strided

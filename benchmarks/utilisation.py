@@ -4,7 +4,8 @@
 
 `step_ms` is the median of windows of steps without a profiler, `busy_ms` the time in which at least one kernel
 ran, from torch's profiler over the same number of steps, `kernels` how many there were, and `utilisation` their
-ratio. `floor_ms` is what the model's products alone would take at the card's peak in tf32: 6 * MACs * batch / peak.
+ratio. `floor_ms` is what the model's matrix products alone would take at the GPU's peak in tf32:
+6 * MACs * batch / peak.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from buttress.lab.training.graph import side_stream
 from buttress.lab.training.trainer import Trainer
 
 PEAK = 377e12
-"""Of one H200 in tf32, FLOP/s: half of what bf16 products reach."""
+"""FLOP/s of one H200 in tf32: half of what bf16 matrix products reach."""
 WARM, STEPS, WINDOWS = 50, 200, 7
 RUNS = (
     replace(MLP, width=64),

@@ -1,9 +1,8 @@
 """Dense against Block Tensor-Train at equal compute, on scikit-learn's digits: python examples/digits.py
 
-Two residual MLPs that cost the same multiply-accumulates an image: a dense one, and a wider one whose
-layers are BTT. Both use the learning rate that suits the dense one; `param_groups` works out the rest.
-A third run gives the BTT network the dense rates unchanged, to show what the rates are worth. About a
-minute on two cores.
+Two residual MLPs that cost the same multiply-accumulates per image: a dense one, and a wider one whose layers are BTT.
+Both use the learning rate that is tuned for the dense one; `param_groups` derives those of the factors. A third run
+gives the BTT network the dense rates unchanged, to show what the derived rates are worth. About a minute on two cores.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def width_of_equal_macs(structure: bt.Structure, macs: int) -> int:
 
 
 def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each 8 x 8 image moved by up to one pixel either way, with a little noise: data that does not run out."""
+    """Images shifted by up to one pixel in each direction, with a little noise."""
     count = len(images)
     padded = F.pad(images.view(count, 8, 8), (1, 1, 1, 1))
     dy, dx = torch.randint(0, 3, (2, count, 1, 1), generator=generator)
@@ -152,7 +151,7 @@ def figure(curves: list[Curve], path: Path) -> None:
     left.legend(frameon=False)
     for panel in (left, right):
         panel.grid(alpha=0.3, which="both")
-    canvas.suptitle(f"Equal compute: {curves[0].macs:,} and {curves[1].macs:,} MACs an image")
+    canvas.suptitle(f"Equal compute: {curves[0].macs:,} and {curves[1].macs:,} MACs per image")
     canvas.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.stem}.part{path.suffix}")

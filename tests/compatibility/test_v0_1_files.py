@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from buttress.lab.runs.store import Store
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from buttress.lab.data import tokens
 from buttress.lab.recipes import recipes
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record, read_records
+from buttress.lab.runs.store import Store
 from buttress.lab.training.loop import train
 from buttress.ops import speeds
 

@@ -1,8 +1,10 @@
-"""The command line: it names a recipe and sets fields of a run; there is no option for each field."""
+"""The command line: a command names a recipe or a structure and sets fields of a run."""
 
 from __future__ import annotations
 
 import sys
+
+from buttress.cli.extras import install_hint
 
 
 def main() -> None:
@@ -10,7 +12,8 @@ def main() -> None:
     try:
         from buttress.cli import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        hint = install_hint(error)
+        if hint is None:
             raise
-        sys.exit(f"buttress: the command line needs {error.name}, which is not installed: pip install 'buttress[lab]'")
+        sys.exit(f"buttress: the command line {hint}")
     app.main()

@@ -1,4 +1,4 @@
-"""The coordinate check, public here; it is defined in `buttress.lab.analysis.diagnostics`."""
+"""Public name of the coordinate check, which `buttress.lab.analysis.diagnostics` defines."""
 
 from buttress.lab.analysis.diagnostics import Coordinate, CoordinateCheck, coordinate_check, plot
 

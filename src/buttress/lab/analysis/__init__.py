@@ -1,15 +1,5 @@
-"""What the points of a scaling study say: power laws, how they differ, what they save, and the paper's own points."""
+"""Analysis of run records: power laws, how they differ, what they save, figures, and the paper's own points."""
 
-from buttress.lab.analysis.fits import (
-    Difference,
-    FitError,
-    Point,
-    PowerLaw,
-    Saving,
-    difference,
-    fit,
-    frontier,
-    saving,
-)
+from buttress.lab.analysis.fits import Difference, FitError, Point, PowerLaw, Saving, difference, fit, saving
 
-__all__ = ["Difference", "FitError", "Point", "PowerLaw", "Saving", "difference", "fit", "frontier", "saving"]
+__all__ = ["Difference", "FitError", "Point", "PowerLaw", "Saving", "difference", "fit", "saving"]

@@ -1,6 +1,6 @@
-"""Tasks: what a model is given, what is asked of it, and how well it did."""
+"""Tasks: data sets as a model trains on them. Importing this package registers all of them."""
 
 from buttress.lab.data import cifar, digits, folder, teacher, text  # noqa: F401  (they register themselves)
-from buttress.lab.data.base import DataError, Task, load, tasks
+from buttress.lab.data.base import DataError, Task, load
 
-__all__ = ["DataError", "Task", "load", "tasks"]
+__all__ = ["DataError", "Task", "load"]

@@ -1,7 +1,7 @@
 """Augmentation of image batches on their device, from a seeded generator.
 
-Chance and arithmetic are kept apart: all random numbers of a batch are drawn at once, and what is made of
-them is a pure function, which a compiler can turn into a kernel or two.
+Random numbers and arithmetic are separate: all random numbers of a batch are drawn at once, and the images are a pure
+function of them, which torch.compile turns into one or two kernels.
 """
 
 from __future__ import annotations
@@ -13,21 +13,34 @@ from torch import Tensor
 
 TRIES = 10
 AREA = (0.08, 1.0)
+"""Range of a crop's area, as a fraction of the image."""
 ASPECT = (log(3 / 4), log(4 / 3))
+"""Range of the logarithm of a crop's aspect ratio."""
 CHANCES = 2 * TRIES + 3
-"""Uniform numbers an image: areas, aspect ratios, the crop's corner, and whether to flip."""
+"""Uniform numbers per image: areas, aspect ratios, the crop's corner, and whether to flip."""
 
 
 def chances(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """The random numbers for `count` images, (CHANCES, count)."""
+    """The random numbers for a batch of images, uniform in [0, 1).
+
+    Shape:
+        `(CHANCES, count)`.
+    """
     return torch.rand(CHANCES, count, generator=generator, device=device)
 
 
 def crops(chance: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(top, left) and (height, width) of random crops of a size x size image, as whole pixels, each (2, count).
+    """Corners and extents of random crops of a square image, as whole pixels.
 
-    Area and the logarithm of the aspect ratio are uniform; a draw that does not fit is drawn again, up to ten
-    times, and then the whole image is taken.
+    Area and the logarithm of the aspect ratio are uniform. A crop that does not fit is drawn again, up to ten times;
+    after that the whole image is used.
+
+    Args:
+        chance: Random numbers from `chances`.
+        size: Pixels per side of the image.
+
+    Shape:
+        `chance` is `(CHANCES, count)`. The result is (top, left) and (height, width), each `(2, count)`.
     """
     area = (AREA[0] + (AREA[1] - AREA[0]) * chance[:TRIES]) * (size * size)
     ratio = torch.exp(ASPECT[0] + (ASPECT[1] - ASPECT[0]) * chance[TRIES : 2 * TRIES])
@@ -39,32 +52,50 @@ def crops(chance: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return start, extent
 
 
-def taps(start: Tensor, extent: Tensor, at: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For output places `at` along one axis: the two source pixels and the weight of the second, (count, size) each.
+def taps(start: Tensor, extent: Tensor, pixels: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The two source pixels of each output pixel along one axis, and the weight of the second.
 
-    The rule that OpenCV calls INTER_AREA when it enlarges. With scale = extent / size, output d lies between source
-    s = floor(d * scale) and s + 1, with weight f = (d + 1) - (s + 1) / scale of the latter, 0 where that is
+    The rule that OpenCV calls INTER_AREA when it enlarges. With scale = extent / size, output d interpolates between
+    source s = floor(d * scale) and s + 1, with weight f = (d + 1) - (s + 1) / scale for the latter, 0 where that is
     negative: close to nearest, linear at the seams.
+
+    Args:
+        start: First source pixel of each crop.
+        extent: Length of each crop in pixels.
+        pixels: Output pixels.
+        size: Length of the output.
+
+    Shape:
+        `start` and `extent` are `(count,)`, `pixels` is `(size,)` or `(count, size)`, the results `(count, size)`.
     """
     start, extent = start[:, None], extent[:, None]
     scale = extent / size
-    source = (at * scale).floor()
-    weight = (at + 1) - (source + 1) / scale
+    source = (pixels * scale).floor()
+    weight = (pixels + 1) - (source + 1) / scale
     weight = torch.where(weight <= 0, 0, weight - weight.floor())
     low = (start + source).long()
     return low, torch.minimum(low + 1, (start + extent - 1).long()), weight
 
 
 def enlarge(images: Tensor, index: Tensor, start: Tensor, extent: Tensor, flip: Tensor) -> Tensor:
-    """Crops of images[index] brought back to full size and some flipped, rounded to whole numbers, as pixels are.
+    """Crops of images[index], enlarged to the images' size, optionally flipped, rounded as pixels are.
 
-    Images are (any number, channels, size, size) of any type, corners and extents (2, count); the result is float.
+    Args:
+        images: Images of any dtype.
+        index: Which images to crop.
+        start: Top and left of each crop.
+        extent: Height and width of each crop.
+        flip: Which crops to flip left to right.
+
+    Shape:
+        `images` is `(N, C, size, size)`, `index` and `flip` are `(count,)`, `start` and `extent` `(2, count)`. The
+        result is `(count, C, size, size)`, in float32.
     """
     size = images.shape[-1]
-    places = torch.arange(size, device=images.device)
-    top, bottom, down = (t[:, None, :, None] for t in taps(start[0], extent[0], places, size))
-    across = torch.where(flip[:, None], size - 1 - places, places)
-    left, right, over = (t[:, None, None, :] for t in taps(start[1], extent[1], across, size))
+    pixels = torch.arange(size, device=images.device)
+    top, bottom, down = (t[:, None, :, None] for t in taps(start[0], extent[0], pixels, size))
+    columns = torch.where(flip[:, None], size - 1 - pixels, pixels)
+    left, right, over = (t[:, None, None, :] for t in taps(start[1], extent[1], columns, size))
     each = index[:, None, None, None]
     channel = torch.arange(images.shape[1], device=images.device)[:, None, None]
 
@@ -77,6 +108,11 @@ def enlarge(images: Tensor, index: Tensor, start: Tensor, extent: Tensor, flip: 
 
 
 def random_resized_crop(images: Tensor, index: Tensor, chance: Tensor) -> Tensor:
-    """A random crop of each image at `index`, flipped half of the time, at full size again."""
+    """A random crop of each of images[index], flipped half of the time, enlarged to the images' size.
+
+    Shape:
+        `images` is `(N, C, size, size)`, `index` is `(count,)`, `chance` is `(CHANCES, count)` as `chances` draws it.
+        The result is `(count, C, size, size)`.
+    """
     start, extent = crops(chance, images.shape[-1])
     return enlarge(images, index, start, extent, chance[-1] < 0.5)

@@ -1,4 +1,4 @@
-"""What a task is, and the registry of tasks."""
+"""The interface of a task, and the registry of tasks."""
 
 from __future__ import annotations
 
@@ -17,28 +17,43 @@ from buttress.lab.runs.config import Run
 from buttress.suggestions import did_you_mean
 
 Batch = tuple[tuple[int, ...], Sequence[int]]
-"""What a batch's random numbers are seeded with, and the numbers of its examples."""
+"""The seed of a batch's random numbers, and the indices of its examples."""
 
 _REGISTRY: dict[str, type[Task]] = {}
 
 
 class DataError(ButtressError, FileNotFoundError):
-    """Data that is not where it was looked for, or is not what it should be."""
+    """Data that is missing, or is not what it should be."""
 
 
 class Task(ABC):
-    """Data on a device, drawn and augmented there. `shape` is one input's, `classes` how many there are to tell apart.
+    """A data set on a device, with the inputs and targets that a model trains on.
 
-    Whatever is random comes from generators given by the caller, so that a run can be repeated and resumed.
+    Random numbers come from generators or seeds that the caller passes, so that a run can be repeated and resumed.
+    A subclass registers itself with the decorator `task`.
+
+    Args:
+        device: Where inputs and targets are created.
+        folder: Where to look for files, None where no folder is given.
+
+    Example:
+        >>> data = load("digits")
+        >>> x, y = data.draw(torch.arange(32), torch.Generator())
+        >>> x.shape
+        torch.Size([32, 1, 8, 8])
     """
 
     name: ClassVar[str]
+    """The name in the registry, which is also `Run.task`."""
     language: ClassVar[bool] = False
-    """Whether inputs are tokens, targets the ones that follow, and the model makes its loss itself."""
+    """Whether inputs are tokens and targets the tokens that follow them. The model then computes its own loss."""
     streams: bool = False
-    """Whether examples are read on the host as training goes on, in the order that `prefetch` was given."""
+    """Whether examples are read on the host during training. `draw` then returns the batches in the order that was
+    passed to `prefetch`, and cannot be captured in a CUDA graph."""
     shape: tuple[int, ...]
+    """Shape of one input."""
     classes: int
+    """Number of classes, or the vocabulary's size where the task is a language."""
     epoch: int | None
     """Examples in one pass; None where data never runs out."""
 
@@ -46,60 +61,93 @@ class Task(ABC):
     def __init__(self, device: torch.device, folder: Path | None) -> None: ...
 
     def at(self, run: Run) -> Task:
-        """The task as a run wants it."""
+        """The task with the settings of a run, such as its corpus and context. Default: the task itself.
+
+        Args:
+            run: The run that trains on the task.
+
+        Returns:
+            A task whose `shape`, `classes`, `epoch` and `streams` hold for this run.
+        """
         return self
 
     def example(self, device: torch.device) -> Tensor:
-        """An input of the right kind, to count what a model does with it."""
+        """One input of zeros, for counting a model's cost.
+
+        Shape:
+            `(1, *shape)`.
+        """
         return torch.zeros(1, *self.shape, device=device)
 
     @property
     def fingerprint(self) -> str:
-        """Tells one set of data from another of the same name; a run is not gone on with on other data."""
+        """Identifies the data behind the name; a run resumes only on data with the same fingerprint."""
         return ""
 
     @property
-    def hopeless(self) -> float:
-        """A mean loss that training does not come back from, where there is one."""
+    def divergence_threshold(self) -> float:
+        """A mean loss above which a run counts as diverged. Default: infinity."""
         return math.inf
 
     @abstractmethod
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Augmented inputs and targets of the training examples at `index`."""
+        """Augmented inputs and targets of training examples.
+
+        Args:
+            index: Indices of the examples, on the task's device.
+            generator: Source of the augmentation's random numbers. A task that `streams` uses the seeds that were
+                passed to `prefetch` instead.
+
+        Shape:
+            `index` is `(count,)`, inputs are `(count, *shape)`, targets `(count,)`; those of a language are
+            `(count, *shape)`.
+        """
 
     def prefetch(self, batches: Iterable[Batch], shard: slice = slice(None)) -> None:  # noqa: B027  (optional)
-        """What is wanted next, where examples are read as training goes on; `draw` is called for each in turn.
+        """Start to read the batches that come next, where the task `streams`; `draw` then returns them in order.
 
-        Of each batch this process wants the part `shard`; its chances are those that it has in the whole.
+        Args:
+            batches: Seed and example indices of each batch.
+            shard: The part of each batch that this process trains on. Random numbers of an example do not depend on
+                it.
         """
 
     @abstractmethod
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The test set as it is."""
+        """Inputs and targets of the test set, without augmentation.
+
+        Args:
+            batch: Examples per batch; the last batch may have fewer.
+        """
 
 
 T = TypeVar("T", bound=Task)
 
 
 def task(name: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator: enter a task into the registry."""
+    """Class decorator that registers a task under a name."""
 
-    def enter(cls: type[T]) -> type[T]:
+    def register(cls: type[T]) -> type[T]:
         cls.name = name
         _REGISTRY[name] = cls
         return cls
 
-    return enter
-
-
-def tasks() -> dict[str, type[Task]]:
-    """Every known task by name."""
-    return dict(_REGISTRY)
+    return register
 
 
 def load(name: str, device: torch.device | str = "cpu", folder: Path | str | None = None) -> Task:
-    """A task's data, on a device. Looks for files in `folder`, or in $BUTTRESS_DATA."""
+    """Load a task's data onto a device.
+
+    Args:
+        name: A registered name, such as "digits", "cifar10" or "text".
+        device: Where inputs and targets are created.
+        folder: Where to look for files. Default: $BUTTRESS_DATA.
+
+    Raises:
+        DataError: If there is no such task, or its files are missing or damaged.
+        MissingExtraError: If a library that the task needs is not installed.
+    """
     if name not in _REGISTRY:
         raise DataError(f"no task is called {name!r}{did_you_mean(name, _REGISTRY)}")
-    place = folder or os.environ.get("BUTTRESS_DATA")
-    return _REGISTRY[name](torch.device(device), Path(place) if place else None)
+    path = folder or os.environ.get("BUTTRESS_DATA")
+    return _REGISTRY[name](torch.device(device), Path(path) if path else None)

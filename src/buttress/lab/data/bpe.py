@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's, one from a folder, or one trained on the spot; all of them `tokenizers`' own."""
+"""Tokenizers of the `tokenizers` library: GPT-2's, one from a folder, or one trained on the text at hand."""
 
 from __future__ import annotations
 
@@ -16,42 +16,58 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END = "<|endoftext|>"
-SMALLEST = 256 + 1
-"""Every byte, and the end of text."""
+SMALLEST_VOCAB = 256 + 1
+"""Every byte, and the end-of-text token."""
 
-GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+"""SHA-256 by file name."""
 GPT2_VOCAB = 50257
-PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+FILE_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+"""Vocabulary and merges, under OpenAI's and Hugging Face's names."""
 
 
 class Codec:
-    """A tokenizer, the number of its end-of-text token, and its file's text."""
+    """A tokenizer and what a token folder stores of it.
+
+    Args:
+        name: The name to store: "gpt2", "train:N", or a folder's name.
+        tokenizer: The tokenizer.
+        end: Its end-of-text token.
+    """
 
     def __init__(self, name: str, tokenizer: Tokenizer, end: str = END) -> None:
         self.name, self.tokenizer, self.end = name, tokenizer, tokenizer.token_to_id(end)
         self.vocab = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.text = tokenizer.to_str()
-        self.sha256 = hashlib.sha256(self.text.encode()).hexdigest()
+        self.json = tokenizer.to_str()
+        self.sha256 = hashlib.sha256(self.json.encode()).hexdigest()
 
 
-def to_train(name: str) -> int:
-    """N of train:N, 0 of any other name."""
+def vocab_to_train(name: str) -> int:
+    """N where a tokenizer is named train:N, 0 for any other name.
+
+    Raises:
+        DataError: If N is no integer, or is below 257.
+    """
     kind, colon, size = name.partition(":")
     if kind != "train" or not colon:
         return 0
-    if not size.isdecimal() or int(size) < SMALLEST:
+    if not size.isdecimal() or int(size) < SMALLEST_VOCAB:
         raise DataError(
-            f"a tokenizer to train is train:N, N tokens of which there are at least {SMALLEST}; got {name!r}"
+            f"a tokenizer to train is named train:N, with a vocabulary of N >= {SMALLEST_VOCAB} tokens; got {name!r}"
         )
     return int(size)
 
 
 def find(name: str) -> Codec:
-    """The tokenizer gpt2, or the one in a folder."""
+    """The tokenizer "gpt2", or the one in a folder.
+
+    Raises:
+        DataError: If its files are missing or cannot be read.
+    """
     if name == "gpt2":
         codec = Codec(name, _gpt2())
         if codec.vocab != GPT2_VOCAB:
@@ -60,27 +76,32 @@ def find(name: str) -> Codec:
     folder = Path(name)
     if not folder.is_dir():
         raise DataError(f"there is no tokenizer {name!r}: give gpt2, train:N, or a folder with a tokenizer's files")
-    tokenizer = _in_folder(folder)
-    return Codec(folder.resolve().name, tokenizer, _end(folder, tokenizer))
+    tokenizer = _from_folder(folder)
+    return Codec(folder.resolve().name, tokenizer, _end_token(folder, tokenizer))
 
 
-def train(texts: Iterator[list[str]], size: int) -> Codec:
-    """A byte-level BPE of GPT-2's kind, learned from texts. It has fewer tokens where these have no more to join."""
+def train(texts: Iterator[list[str]], vocab: int) -> Codec:
+    """A byte-level BPE like GPT-2's, trained on texts.
+
+    Args:
+        texts: Lists of texts.
+        vocab: Size of the vocabulary. It comes out smaller where the texts have no more pairs to merge.
+    """
     library = _library()
     tokenizer = _byte_level(b"{}", b"")
     trainer = library.trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=vocab,
         special_tokens=[END],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return Codec(f"train:{size}", tokenizer)
+    return Codec(f"train:{vocab}", tokenizer)
 
 
-def opened(path: Path) -> Tokenizer:
-    """A `tokenizer.json`."""
-    return _plain(_library().Tokenizer.from_file(str(path)))
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a `tokenizer.json`."""
+    return _encoding_everything(_library().Tokenizer.from_file(str(path)))
 
 
 def _library() -> Any:
@@ -91,8 +112,8 @@ def _library() -> Any:
     return tokenizers
 
 
-def _plain(tokenizer: Tokenizer) -> Tokenizer:
-    """All tokens of a text and nothing else: the name of a special token in it is text, too."""
+def _encoding_everything(tokenizer: Tokenizer) -> Tokenizer:
+    """Set a tokenizer to encode the whole text and nothing else; a special token spelled out in it is text, too."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -102,45 +123,45 @@ def _plain(tokenizer: Tokenizer) -> Tokenizer:
 def _gpt2() -> Tokenizer:
     data = os.environ.get("BUTTRESS_DATA")
     if data and (folder := Path(data) / "gpt2-bpe").is_dir():
-        return _in_folder(folder)
+        return _from_folder(folder)
     try:
         from tiktoken.load import read_file_cached
 
-        vocab, merges = (read_file_cached(GPT2 + name, sha256) for name, sha256 in GPT2_FILES.items())
+        vocab, merges = (read_file_cached(GPT2_URL + name, sha256) for name, sha256 in GPT2_FILES.items())
     except (ImportError, OSError, ValueError) as error:
         raise DataError(
-            f"GPT-2's tokenizer is not here: get {' and '.join(GPT2_FILES)} from {GPT2} and put them into "
-            f"$BUTTRESS_DATA/gpt2-bpe, or into a folder that --tokenizer names (tiktoken could not help: {error})"
+            f"GPT-2's tokenizer was not found: get {' and '.join(GPT2_FILES)} from {GPT2_URL} and put them into "
+            f"$BUTTRESS_DATA/gpt2-bpe, or into a folder that --tokenizer names (tiktoken has none either: {error})"
         ) from error
     return _byte_level(vocab, merges)
 
 
-def _in_folder(folder: Path) -> Tokenizer:
+def _from_folder(folder: Path) -> Tokenizer:
     _library()
     try:
         if (folder / "tokenizer.json").is_file():
-            return opened(folder / "tokenizer.json")
-        for vocab, merges in PAIRS:
+            return load_tokenizer(folder / "tokenizer.json")
+        for vocab, merges in FILE_PAIRS:
             if (folder / vocab).is_file() and (folder / merges).is_file():
                 return _byte_level((folder / vocab).read_bytes(), (folder / merges).read_bytes())
     except Exception as error:  # the library raises no narrower one
         raise DataError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    pairs = ", or ".join(" and ".join(pair) for pair in PAIRS)
+    pairs = ", or ".join(" and ".join(pair) for pair in FILE_PAIRS)
     raise DataError(f"{folder} has no tokenizer: it needs tokenizer.json, or {pairs}")
 
 
-def _end(folder: Path, tokenizer: Tokenizer) -> str:
-    """The name of the end-of-text token: GPT-2's, or what the tokenizer's configuration says."""
+def _end_token(folder: Path, tokenizer: Tokenizer) -> str:
+    """The end-of-text token: GPT-2's, or the one that the tokenizer's configuration names."""
     config = folder / "tokenizer_config.json"
-    named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
-    for name in (END, named["content"] if isinstance(named, dict) else named):
+    eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    for name in (END, eos["content"] if isinstance(eos, dict) else eos):
         if name is not None and tokenizer.token_to_id(name) is not None:
             return str(name)
     raise DataError(f"the tokenizer in {folder} knows neither {END} nor an eos_token named in {config.name}")
 
 
 def _byte_level(vocab: bytes, merges: bytes) -> Tokenizer:
-    """GPT-2's kind of BPE out of its two files."""
+    """A byte-level BPE from the contents of its two files."""
     library = _library()
     lines = (line.split() for line in merges.decode().split("\n") if not line.startswith("#version"))
     model = library.models.BPE(json.loads(vocab), [tuple(pair) for pair in lines if pair])
@@ -149,4 +170,4 @@ def _byte_level(vocab: bytes, merges: bytes) -> Tokenizer:
     tokenizer.decoder = library.decoders.ByteLevel()
     if tokenizer.token_to_id(END) is not None:
         tokenizer.add_special_tokens([END])
-    return _plain(tokenizer)
+    return _encoding_everything(tokenizer)

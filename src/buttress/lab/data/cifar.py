@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009), whole on the device as bytes and augmented there."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky, 2009), stored on the device as bytes and augmented there."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ PACKED = {
 
 
 class _Cifar(Task):
+    """Training images as random resized crops, flipped half of the time; test images as they are."""
+
     shape = (3, 32, 32)
     epoch = 50000
     archive: ClassVar[str]
@@ -40,41 +42,44 @@ class _Cifar(Task):
         self.y, self.test_y = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (train_y, test_y))
         self.epoch = len(self.y)
         self.mean, self.std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
-        # Some fifty small operations on a GPU are mostly launches: compiled, they are two.
-        self.augmented: Callable[[Tensor, Tensor], Tensor] = self._augmented
+        # About fifty small operations are bound by their launches on a GPU; compiled, they are two kernels.
+        self.augment: Callable[[Tensor, Tensor], Tensor] = self._augment
         if device.type == "cuda":
-            self.augmented = torch.compile(self._augmented, dynamic=False)
+            self.augment = torch.compile(self._augment, dynamic=False)
 
     def read(self, folder: Path | None) -> tuple[Bytes, Bytes, Bytes, Bytes]:
         """Training images and labels, test images and labels."""
         if folder is not None:
-            for place in (folder, folder / self.name):
-                if (place / self.archive).is_file():
-                    return _official(place / self.archive, self.md5)
-                if (place / "test.webp").is_file():
-                    return _packed(place)
+            for subfolder in (folder, folder / self.name):
+                if (subfolder / self.archive).is_file():
+                    return _read_archive(subfolder / self.archive, self.md5)
+                if (subfolder / "test.webp").is_file():
+                    return _read_mosaics(subfolder)
         where = f"not in {folder}" if folder else "and no folder was given"
         raise DataError(
             f"{self.name} needs {self.archive}, {where}: download it from "
             f"https://www.cs.toronto.edu/~kriz/{self.archive} and give its folder as --data or in BUTTRESS_DATA"
         )
 
-    def normal(self, images: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
+        """Pixels from 0 to 255 with the channels' mean subtracted, divided by their standard deviation."""
         return (images - self.mean) / self.std
 
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return self.augmented(index, chances(len(index), generator, index.device)), self.y[index]
+        return self.augment(index, chances(len(index), generator, index.device)), self.y[index]
 
-    def _augmented(self, index: Tensor, chance: Tensor) -> Tensor:
-        return self.normal(random_resized_crop(self.x, index, chance))
+    def _augment(self, index: Tensor, chance: Tensor) -> Tensor:
+        return self.normalize(random_resized_crop(self.x, index, chance))
 
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in zip(self.test_x.split(batch), self.test_y.split(batch), strict=True):
-            yield self.normal(x.float()), y
+            yield self.normalize(x.float()), y
 
 
 @task("cifar10")
 class Cifar10(_Cifar):
+    """Ten classes; 50,000 training and 10,000 test images of 32 × 32 pixels."""
+
     classes = 10
     archive = "cifar-10-python.tar.gz"
     md5 = "c58f30108f718f92721af3b95e74349a"
@@ -82,13 +87,15 @@ class Cifar10(_Cifar):
 
 @task("cifar100")
 class Cifar100(_Cifar):
+    """A hundred classes; 50,000 training and 10,000 test images of 32 × 32 pixels."""
+
     classes = 100
     archive = "cifar-100-python.tar.gz"
     md5 = "eb9058c3a382ffc7106e4002c42a8d85"
 
 
-class _Plain(pickle.Unpickler):
-    """Reads the official archives, which are pickles, and nothing that could run code."""
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads the official archives, which are pickles, and refuses anything that could run code."""
 
     ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
@@ -104,11 +111,11 @@ class _Plain(pickle.Unpickler):
             raise DataError(f"the archive asks for {module}.{name}, which no CIFAR archive does") from None
 
 
-def _official(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+def _read_archive(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
     content = path.read_bytes()
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != md5:
-        raise DataError(f"{path} is damaged or not the official archive: its MD5 is {found}, not {md5}")
+    actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if actual != md5:
+        raise DataError(f"{path} is damaged or not the official archive: its MD5 is {actual}, not {md5}")
     parts: dict[str, list[tuple[Bytes, Bytes]]] = {"train": [], "test": []}
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         members = sorted(archive.getnames())
@@ -118,7 +125,7 @@ def _official(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
                 continue
             file = archive.extractfile(name)
             assert file is not None
-            batch = _Plain(file, encoding="bytes").load()
+            batch = _ArrayUnpickler(file, encoding="bytes").load()
             labels = batch.get(b"labels", batch.get(b"fine_labels"))
             images = batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
             parts["test" if kind.startswith("test") else "train"].append((images, np.array(labels, np.uint8)))
@@ -126,29 +133,29 @@ def _official(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
     return train, train_y, test, test_y
 
 
-def _packed(place: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Mosaics of 100 x 100 images, losslessly compressed; fewer than five for training are taken as they are."""
+def _read_mosaics(folder: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """Lossless mosaics of 100 × 100 images each: one for testing and up to five for training."""
     try:
         from PIL import Image
     except ImportError:
         raise MissingExtraError("packed CIFAR needs pillow: pip install 'buttress[lab]'") from None
-    # A mosaic is larger than what pillow takes for an attack.
-    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    # A mosaic exceeds pillow's limit against decompression bombs.
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
-        shards = sorted(place.glob("train_*.webp"))
+        shards = sorted(folder.glob("train_*.webp"))
         train = [_tiles(np.asarray(Image.open(path).convert("RGB"))) for path in shards]
-        test = _tiles(np.asarray(Image.open(place / "test.webp").convert("RGB")))
+        test = _tiles(np.asarray(Image.open(folder / "test.webp").convert("RGB")))
     finally:
-        Image.MAX_IMAGE_PIXELS = before
-    with np.load(place / "labels.npz", allow_pickle=False) as labels:
+        Image.MAX_IMAGE_PIXELS = limit
+    with np.load(folder / "labels.npz", allow_pickle=False) as labels:
         train_y, test_y = labels["train"], labels["test"]
     numbers = [int(path.stem.partition("_")[2]) for path in shards]
     train_y = np.concatenate([train_y[10000 * n : 10000 * (n + 1)] for n in numbers])
-    whole = {"test": test} | ({"train": np.concatenate(train)} if numbers == list(range(5)) else {})
-    for name, pixels in whole.items():
-        found = hashlib.sha256(pixels.tobytes()).hexdigest()
-        if found != PACKED[name]:
-            raise DataError(f"the {name} images in {place} are damaged: their SHA-256 is {found}, not {PACKED[name]}")
+    complete = {"test": test} | ({"train": np.concatenate(train)} if numbers == list(range(5)) else {})
+    for name, pixels in complete.items():
+        actual = hashlib.sha256(pixels.tobytes()).hexdigest()
+        if actual != PACKED[name]:
+            raise DataError(f"the {name} images in {folder} are damaged: their SHA-256 is {actual}, not {PACKED[name]}")
     return np.concatenate(train), train_y, test, test_y
 
 

@@ -1,4 +1,4 @@
-"""scikit-learn's digits: 1797 images of 8 x 8, embedded in that library. The task that needs no file."""
+"""scikit-learn's digits: 1797 images of 8 × 8 pixels that come with that library, so that no file is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING = 1297
 
 @task("digits")
 class Digits(Task):
-    """Handwritten digits, moved by up to a pixel either way with a little noise, so that they last longer."""
+    """Handwritten digits, augmented by shifts of up to one pixel and by noise."""
 
     shape = (1, 8, 8)
     classes = 10
@@ -30,19 +30,19 @@ class Digits(Task):
         except ImportError:
             raise MissingExtraError("the digits come with scikit-learn: pip install 'buttress[lab]'") from None
         images, labels = load_digits(return_X_y=True)
-        # One fixed shuffle: the file is ordered by writer, and the test set should not be.
+        # One fixed shuffle, because the file is ordered by writer and the test set should not be.
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         x = (torch.tensor(images, dtype=torch.float32)[order] / 8 - 1).view(-1, 1, 8, 8).to(device)
         y = torch.tensor(labels)[order].to(device)
         self.x, self.y = x[:TRAINING], y[:TRAINING]
         self.test_x, self.test_y = x[TRAINING:], y[TRAINING:]
-        self.steps = torch.arange(8, device=device)
+        self.pixels = torch.arange(8, device=device)
 
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         count = len(index)
         padded = F.pad(self.x[index, 0], (1, 1, 1, 1), value=-1.0)
-        move = torch.randint(0, 3, (2, count, 1, 1), generator=generator, device=index.device)
-        rows, columns = self.steps.view(1, 8, 1) + move[0], self.steps.view(1, 1, 8) + move[1]
+        shift = torch.randint(0, 3, (2, count, 1, 1), generator=generator, device=index.device)
+        rows, columns = self.pixels.view(1, 8, 1) + shift[0], self.pixels.view(1, 1, 8) + shift[1]
         each = torch.arange(count, device=index.device).view(-1, 1, 1)
         noise = torch.randn(count, 8, 8, generator=generator, device=index.device)
         return (padded[each, rows, columns] + 0.3 * noise).unsqueeze(1), self.y[index]

@@ -1,4 +1,4 @@
-"""Documents out of text files and datasets, streamed: in pieces of bounded size, from any place that was left."""
+"""Documents streamed from text files and datasets: in pieces of bounded size, from any position."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from typing import IO, Any
 from buttress import MissingExtraError
 from buttress.lab.data.base import DataError
 
-CHUNK = 4 << 20
-"""Bytes of text that are worked on at once; after each chunk the work can be taken up again."""
-PIECE = 1 << 20
-"""Bytes above which a document comes in pieces."""
+CHUNK_BYTES = 4 << 20
+"""Bytes of text that are tokenized at a time. After each chunk the work can be resumed."""
+PIECE_BYTES = 1 << 20
+"""Bytes above which a document is split into pieces."""
 OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-ROWS = ("arrow", "csv", "json", "parquet")
-"""Kinds of files that `datasets` reads rows from."""
+ROW_FORMATS = ("arrow", "csv", "json", "parquet")
+"""File formats that `datasets` reads rows from."""
 
 Facts = dict[str, Any]
+"""Plain data for a JSON file."""
 
 
 @dataclass(frozen=True)
@@ -37,71 +38,87 @@ class Piece:
     text: bytes
     ends: bool
     """Whether the document ends with it."""
-    place: int | None
-    """Where its source goes on after it; None where that cannot be taken up."""
-    read: int
-    """Bytes of the source that lie behind."""
+    position: int | None
+    """Where its source continues after it; None where that cannot be resumed."""
+    bytes_read: int
+    """Bytes of the source, as stored, up to its end."""
 
 
 Chunk = list[tuple[str, Piece]]
-"""Pieces, each with its split; after the last the work can be taken up again."""
+"""Pieces, each with its split; after the last one the work can be resumed."""
 
 
 class Source(ABC):
-    """Documents from one place."""
+    """A file or dataset with documents."""
 
     name: str
     size: int | None
-    """In bytes, as it is stored; None where that is not known."""
+    """Size in bytes, as stored; None where it is unknown."""
     val: float
-    """The part of its documents that is for validation."""
+    """Fraction of its documents for validation."""
 
     @abstractmethod
     def facts(self) -> Facts:
-        """What tells this source from others."""
+        """What identifies the source and its content."""
 
     @abstractmethod
-    def pieces(self, place: int, opened: bool) -> Iterator[Piece]:
-        """All from a place on, which may be inside of a document. They depend on the documents and on nothing else."""
+    def pieces(self, position: int, inside: bool) -> Iterator[Piece]:
+        """All pieces from a position on; how documents are cut depends on the documents alone.
 
-    def split(self, start: bytes) -> str:
-        """The split of the document that starts so: train or val."""
-        drawn = int.from_bytes(hashlib.sha256(start).digest()[:8], "big")
-        return "val" if drawn < self.val * 2**64 else "train"
+        Args:
+            position: Where to start: 0, or the `position` of an earlier piece.
+            inside: Whether the position is inside a document.
+        """
 
-    def chunks(self, place: int = 0, opened: str = "") -> Iterator[Chunk]:
-        """All from a place on, where a document of the split `opened` may go on."""
-        # The next chunk is read while this one is worked on.
+    def split_of(self, start: bytes) -> str:
+        """The split of the document with this first piece, "train" or "val"."""
+        fraction = int.from_bytes(hashlib.sha256(start).digest()[:8], "big")
+        return "val" if fraction < self.val * 2**64 else "train"
+
+    def chunks(self, position: int = 0, open_split: str = "") -> Iterator[Chunk]:
+        """All pieces from a position on, in chunks. The next chunk is read while the caller works on one.
+
+        Args:
+            position: Where to start.
+            open_split: Split of the document that the position is inside of, if it is inside of one.
+        """
         with ThreadPoolExecutor(1) as reader:
-            chunks = self._chunks(place, opened)
-            coming = reader.submit(next, chunks, None)
-            while (chunk := coming.result()) is not None:
-                coming = reader.submit(next, chunks, None)
+            chunks = self._chunks(position, open_split)
+            pending = reader.submit(next, chunks, None)
+            while (chunk := pending.result()) is not None:
+                pending = reader.submit(next, chunks, None)
                 yield chunk
 
-    def _chunks(self, place: int, opened: str) -> Iterator[Chunk]:
+    def _chunks(self, position: int, open_split: str) -> Iterator[Chunk]:
         chunk: Chunk = []
         size = 0
-        for piece in self.pieces(place, bool(opened)):
-            split = opened or self.split(piece.text)
-            opened = "" if piece.ends else split
+        for piece in self.pieces(position, bool(open_split)):
+            split = open_split or self.split_of(piece.text)
+            open_split = "" if piece.ends else split
             chunk.append((split, piece))
             size += len(piece.text)
-            if size >= CHUNK and piece.place is not None:
+            if size >= CHUNK_BYTES and piece.position is not None:
                 yield chunk
                 chunk, size = [], 0
         if chunk:
             yield chunk
 
-    def decoded(self, piece: Piece) -> str:
+    def decode(self, piece: Piece) -> str:
+        """A piece as text.
+
+        Raises:
+            DataError: If it is not UTF-8.
+        """
         try:
             return piece.text.decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.name} is not UTF-8: {error.reason} before byte {piece.place} of its text") from None
+            raise DataError(
+                f"{self.name} is not UTF-8: {error.reason} before byte {piece.position} of its text"
+            ) from None
 
 
 class TextFile(Source):
-    """UTF-8, plain or compressed as the suffix says, with lines that separate documents."""
+    """UTF-8 text, plain or compressed according to its suffix, with lines that separate documents."""
 
     def __init__(self, path: Path, val: float, separator: str) -> None:
         if not path.is_file():
@@ -112,39 +129,39 @@ class TextFile(Source):
     def facts(self) -> Facts:
         return {"name": self.name, "bytes": self.size, "sha256": sha256(self.path), "val": self.val}
 
-    def pieces(self, place: int, opened: bool) -> Iterator[Piece]:
-        held = bytearray()
+    def pieces(self, position: int, inside: bool) -> Iterator[Piece]:
+        buffer = bytearray()
         with self.path.open("rb") as raw, OPENERS.get(self.path.suffix, nullcontext)(raw) as text:
-            text.seek(max(place - 1, 0))
-            fresh = not place or text.read(1) == b"\n"
-            while line := self._line(text):
-                kept = line if place else line.removeprefix(codecs.BOM_UTF8)
-                place += len(line)
-                if fresh and kept.rstrip(b"\r\n") == self.separator:
-                    if (rest := _chomp(held)) or opened:
-                        yield Piece(rest, True, place, raw.tell())
-                    held.clear()
-                    opened = False
+            text.seek(max(position - 1, 0))
+            at_line_start = not position or text.read(1) == b"\n"
+            while line := self._read_line(text):
+                content = line if position else line.removeprefix(codecs.BOM_UTF8)
+                position += len(line)
+                if at_line_start and content.rstrip(b"\r\n") == self.separator:
+                    if (rest := _without_newline(buffer)) or inside:
+                        yield Piece(rest, True, position, raw.tell())
+                    buffer.clear()
+                    inside = False
                 else:
-                    held += kept
-                    while len(held) > PIECE:
-                        cut = _cut(held)
-                        yield Piece(bytes(held[:cut]), False, place - len(held) + cut, raw.tell())
-                        del held[:cut]
-                        opened = True
-                fresh = line.endswith(b"\n")
-            if (rest := _chomp(held)) or opened:
-                yield Piece(rest, True, place, raw.tell())
+                    buffer += content
+                    while len(buffer) > PIECE_BYTES:
+                        cut = _cut_position(buffer)
+                        yield Piece(bytes(buffer[:cut]), False, position - len(buffer) + cut, raw.tell())
+                        del buffer[:cut]
+                        inside = True
+                at_line_start = line.endswith(b"\n")
+            if (rest := _without_newline(buffer)) or inside:
+                yield Piece(rest, True, position, raw.tell())
 
-    def _line(self, text: IO[bytes]) -> bytes:
+    def _read_line(self, text: IO[bytes]) -> bytes:
         try:
-            return text.readline(PIECE)
+            return text.readline(PIECE_BYTES)
         except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
             raise DataError(f"{self.path} is damaged, or not what its suffix says: {error}") from error
 
 
-class Rows(Source):
-    """The column `text` in the training split of a dataset of Hugging Face: each row a document, none kept on disk."""
+class DatasetRows(Source):
+    """The column `text` in the training split of a Hugging Face dataset: a document per row, none stored on disk."""
 
     def __init__(self, name: str, val: float) -> None:
         try:
@@ -153,76 +170,93 @@ class Rows(Source):
             raise MissingExtraError("a dataset needs datasets: pip install 'buttress[datasets]'") from None
         self.name, self.val = name, val
         first, _, second = name.partition(":")
-        which = {"path": first, "data_files": second} if first in ROWS else {"path": first, "name": second or None}
+        address = (
+            {"path": first, "data_files": second} if first in ROW_FORMATS else {"path": first, "name": second or None}
+        )
         try:
-            builder = datasets.load_dataset_builder(**which)
+            builder = datasets.load_dataset_builder(**address)
             self.rows = builder.as_streaming_dataset(split="train")
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"the dataset {name!r} cannot be opened: {error}. It is a name on the Hugging Face hub, with a "
-                "configuration NAME:CONFIGURATION, a folder here, or files here such as json:PATH"
+                f"the dataset {name!r} cannot be opened: {error}. Give a name on the Hugging Face hub, with a "
+                "configuration as NAME:CONFIGURATION, a local folder, or local files such as json:PATH"
             ) from error
         self.revision = f"{builder.config_id} {builder.hash}"
-        known = builder.info.splits["train"] if builder.info.splits else None
-        self.size = known.num_bytes if known else None
-        self.count: int = known.num_examples if known else 0
+        split = builder.info.splits["train"] if builder.info.splits else None
+        self.size = split.num_bytes if split else None
+        self.count: int = split.num_examples if split else 0
 
     def facts(self) -> Facts:
         return {"name": self.name, "revision": self.revision, "val": self.val}
 
-    def pieces(self, place: int, opened: bool) -> Iterator[Piece]:
-        for number, row in enumerate(self.rows.skip(place), place + 1):
+    def pieces(self, position: int, inside: bool) -> Iterator[Piece]:
+        for number, row in enumerate(self.rows.skip(position), position + 1):
             if "text" not in row:
                 raise DataError(f"the dataset {self.name!r} has no column text but {', '.join(row)}")
-            read = (self.size or 0) * number // max(self.count, 1)
-            held = (row["text"] or "").encode()
-            while len(held) > PIECE:
-                cut = _cut(held)
-                yield Piece(held[:cut], False, None, read)
-                held = held[cut:]
-            if held:
-                yield Piece(held, True, number, read)
+            bytes_read = (self.size or 0) * number // max(self.count, 1)
+            rest = (row["text"] or "").encode()
+            while len(rest) > PIECE_BYTES:
+                cut = _cut_position(rest)
+                yield Piece(rest[:cut], False, None, bytes_read)
+                rest = rest[cut:]
+            if rest:
+                yield Piece(rest, True, number, bytes_read)
 
 
-def sources(texts: Sequence[Path | str], dataset: str | None, val: Path | str | float, separator: str) -> list[Source]:
-    """What there is to read: the text files, the dataset, and the file for validation if `val` names one."""
+def open_sources(
+    texts: Sequence[Path | str], dataset: str | None, val: Path | str | float, separator: str
+) -> list[Source]:
+    """The sources to tokenize: text files, a dataset, and the validation file if `val` names one.
+
+    Args:
+        texts: Text files.
+        dataset: A Hugging Face dataset, as `DatasetRows` takes it.
+        val: A text file for validation, or the fraction of documents for it.
+        separator: The line between two documents of a text file.
+
+    Raises:
+        DataError: If there is nothing to read, or an argument is impossible.
+    """
     if not texts and dataset is None:
         raise DataError("there is nothing to read: give text files, or a dataset")
     if "\n" in separator or "\r" in separator:
         raise DataError(f"a separator is one line, got {separator!r}")
-    part = _number(val)
-    if part is not None and not 0 < part < 1:
+    fraction = _fraction(val)
+    if fraction is not None and not 0 < fraction < 1:
         raise DataError(f"the fraction of documents for validation is between 0 and 1, got {val}")
-    found: list[Source] = [TextFile(Path(path), part or 0.0, separator) for path in texts]
+    sources: list[Source] = [TextFile(Path(path), fraction or 0.0, separator) for path in texts]
     if dataset is not None:
-        found.append(Rows(dataset, part or 0.0))
-    if part is None:
-        found.append(TextFile(Path(str(val)), 1.0, separator))
-    return found
+        sources.append(DatasetRows(dataset, fraction or 0.0))
+    if fraction is None:
+        sources.append(TextFile(Path(str(val)), 1.0, separator))
+    return sources
 
 
 def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _number(text: Path | str | float) -> float | None:
+def _fraction(val: Path | str | float) -> float | None:
+    """A fraction, or None where `val` is the name of a file."""
     try:
-        return float(str(text))
+        return float(str(val))
     except ValueError:
         return None
 
 
-def _chomp(text: bytearray) -> bytes:
+def _without_newline(text: bytearray) -> bytes:
     return bytes(text[:-2] if text.endswith(b"\r\n") else text.removesuffix(b"\n"))
 
 
-def _cut(text: bytes | bytearray) -> int:
+def _cut_position(text: bytes | bytearray) -> int:
     """Where the first piece of a longer text ends: before white space, where a token of GPT-2 always ends."""
-    for i in range(PIECE, 0, -1):
+    for i in range(PIECE_BYTES, 0, -1):
         if text[i] in b" \n":
             before = text[max(i - 4, 0) : i].decode(errors="ignore")
             if before and not before[-1].isspace():
                 return i
-    # Nowhere: then between two characters that are not one line's end.
-    return next((i for i in range(PIECE, PIECE - 4, -1) if text[i] & 0xC0 != 0x80 and text[i] != ord("\n")), PIECE)
+    # There is none: cut between two characters, but not inside \r\n.
+    last = range(PIECE_BYTES, PIECE_BYTES - 4, -1)
+    return next((i for i in last if text[i] & 0xC0 != 0x80 and text[i] != ord("\n")), PIECE_BYTES)

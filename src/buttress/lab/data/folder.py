@@ -1,4 +1,4 @@
-"""ImageNet, or whatever lies in folders by class, read from disk by worker processes and augmented there by timm."""
+"""ImageNet, or other images in a folder per class, read from disk by worker processes and augmented there by timm."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from buttress.lab.data.base import Batch, DataError, Task, task
 SIZE = 224
 SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
 Pick = tuple[int, int]
-"""An image's number, and the seed of all that is random about it."""
+"""An image's index, and the seed of its augmentation."""
 Transform = Callable[[Any], Tensor]
 
 
 @task("imagenet")
 class ImageNet(Task):
-    """`train/<class>/*` and `val/<class>/*`, in the folder itself or in its subfolder `imagenet`."""
+    """Images as `train/<class>/*` and `val/<class>/*`, in the data folder or in its subfolder `imagenet`."""
 
     shape = (3, SIZE, SIZE)
     streams = True
@@ -37,14 +37,14 @@ class ImageNet(Task):
         self.device = device
         self.train, self.val = (_Images(root, _transform(root.name == "train")) for root in _roots(folder))
         if self.train.classes != self.val.classes:
-            odd = sorted(set(self.train.classes) ^ set(self.val.classes))[:5]
-            raise DataError(f"train and val in {folder} have different classes: {', '.join(odd)} and perhaps more")
+            unmatched = sorted(set(self.train.classes) ^ set(self.val.classes))[:5]
+            raise DataError(f"train and val in {folder} have different classes: {', '.join(unmatched)}, perhaps more")
         self.classes = len(self.train.classes)
         self.epoch = len(self.train)
         self.batches: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def prefetch(self, batches: Iterable[Batch], shard: slice = slice(None)) -> None:
-        # A seed of its own for each image, so that it does not matter which worker reads it.
+        # One seed per image, so that it does not matter which worker reads it.
         picks = [
             list(zip(numbers, np.random.SeedSequence(seed).generate_state(len(numbers)).tolist(), strict=True))[shard]
             for seed, numbers in batches
@@ -56,8 +56,8 @@ class ImageNet(Task):
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        whole = range(len(self.val))
-        picks = [[(i, 0) for i in whole[start : start + batch]] for start in whole[::batch]]
+        indices = range(len(self.val))
+        picks = [[(i, 0) for i in indices[start : start + batch]] for start in indices[::batch]]
         for x, y in self._loader(self.val, picks):
             yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
@@ -67,14 +67,14 @@ class ImageNet(Task):
             images,
             batch_sampler=picks,  # type: ignore[arg-type]
             num_workers=workers,
-            multiprocessing_context=_starting() if workers else None,
+            multiprocessing_context=_worker_context() if workers else None,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # or it would draw a number from the one that all share
+            generator=torch.Generator(),  # otherwise it draws a number from the global generator
         )
 
 
-def _starting() -> Any:
-    """How workers are started: by fork, but not beside the threads of a process group, whose locks a fork may copy."""
+def _worker_context() -> Any:
+    """How workers start: by fork, except next to the threads of a process group, whose locks a fork may copy."""
     if not dist.is_initialized():
         return None
     context = multiprocessing.get_context("forkserver")
@@ -83,6 +83,8 @@ def _starting() -> Any:
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
+    """The images below one folder, labelled by subfolder."""
+
     def __init__(self, root: Path, transform: Transform) -> None:
         self.transform = transform
         self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
@@ -106,31 +108,31 @@ class _Images(Dataset[tuple[Tensor, int]]):
             with _seeded(seed), Image.open(path) as image:
                 return self.transform(image.convert("RGB")), label
         except UnidentifiedImageError as error:
-            raise DataError(f"{path} is no image: remove it") from error
+            raise DataError(f"{path} is not an image: remove it") from error
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """timm's transforms draw from the global generators; outside of a worker others use these too."""
-    alone = get_worker_info() is None
-    kept = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if alone else None
+    """Seed the global generators, which timm's transforms draw from; outside a worker, restore them afterwards."""
+    shared = get_worker_info() is None
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if shared else None
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     try:
         yield
     finally:
-        if kept is not None:
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
-            torch.set_rng_state(kept[2])
+        if states is not None:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
 
 
 def _roots(folder: Path | None) -> list[Path]:
     if folder is not None:
-        for place in (folder, folder / "imagenet"):
-            if (place / "train").is_dir() and (place / "val").is_dir():
-                return [place / "train", place / "val"]
+        for root in (folder, folder / "imagenet"):
+            if (root / "train").is_dir() and (root / "val").is_dir():
+                return [root / "train", root / "val"]
     where = f"which are not in {folder}" if folder else "and no folder was given"
     raise DataError(
         f"imagenet needs the folders train and val, each with a subfolder of images for every class, {where}: "
@@ -139,17 +141,17 @@ def _roots(folder: Path | None) -> list[Path]:
 
 
 def _transform(training: bool) -> Transform:
-    """The paper's augmentation; its colour jitter is off, because timm turns it off beside RandAugment."""
+    """The paper's augmentation; its color jitter is off, because timm turns it off together with RandAugment."""
     try:
         from timm.data.transforms_factory import create_transform
     except ImportError as error:
         raise MissingExtraError(f"images in folders need timm: pip install 'buttress[vision]' ({error})") from None
-    made: Transform
+    transform: Transform
     if training:
-        made = create_transform(
+        transform = create_transform(
             SIZE, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", interpolation="random",
             re_prob=0.25, re_mode="pixel",
         )  # fmt: skip
     else:
-        made = create_transform(SIZE, is_training=False, interpolation="bicubic", crop_pct=SIZE / 256)
-    return made
+        transform = create_transform(SIZE, is_training=False, interpolation="bicubic", crop_pct=SIZE / 256)
+    return transform

@@ -1,4 +1,4 @@
-"""A synthetic task with data that never runs out: tell which output of a fixed random network is largest."""
+"""A synthetic task with unlimited data: predict which output of a fixed random network is largest."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ FEATURES, HIDDEN, CLASSES, TEST = 64, 256, 10, 4096
 
 @task("teacher")
 class Teacher(Task):
-    """Standard normal inputs, labelled by a random two-layer network; every example is new."""
+    """Standard normal inputs, labelled by a fixed random two-layer network; no example occurs twice."""
 
     shape = (FEATURES,)
     classes = CLASSES
     epoch = None
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
-        # Made on the CPU, so that it is the same teacher everywhere.
+        # Drawn on the CPU, so that the teacher is the same on every device.
         fixed = torch.Generator().manual_seed(0)
         self.first = (torch.randn(HIDDEN, FEATURES, generator=fixed) * FEATURES**-0.5).to(device)
         self.second = (torch.randn(CLASSES, HIDDEN, generator=fixed) * HIDDEN**-0.5).to(device)
         self.test_x = torch.randn(TEST, FEATURES, generator=fixed).to(device)
 
     def label(self, x: Tensor) -> Tensor:
+        """The teacher's classes.
+
+        Shape:
+            `x` is `(count, 64)`, the result `(count,)`.
+        """
         hidden = torch.tanh(2 * x @ self.first.T)
         return (hidden @ self.second.T).argmax(1)
 

@@ -1,4 +1,4 @@
-"""Text: what is the next token? From folders of tokens that `buttress tokens` writes."""
+"""Text: predict the next token, from the token folders that `buttress tokens` writes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from buttress.lab.data.tokens import Tokens, about, read
 from buttress.lab.runs.config import Run
 
 RESIDENT = 1 / 8
-"""Part of a GPU's memory that a corpus may take; a larger one stays on the disk and is read as training goes on."""
+"""Fraction of a GPU's memory that a corpus may take; a larger one stays on disk and is read during training."""
 
 
 @task("text")
 class Text(Task):
-    """Sequences of a corpus, each a stretch of tokens; an epoch goes over all of them in a new order."""
+    """Consecutive sequences of a corpus; each epoch visits all of them in a new order.
+
+    `at` opens the corpus, so that `shape`, `classes` and `epoch` exist only afterwards.
+    """
 
     language = True
 
@@ -31,15 +34,19 @@ class Text(Task):
         self.device, self.folder = device, folder
 
     def at(self, run: Run) -> Text:
-        """The corpus that the run names, in sequences of its length."""
+        """The corpus that the run names, in sequences of its context.
+
+        Raises:
+            DataError: If the corpus is missing, damaged, or shorter than one sequence.
+        """
         if self.folder is None:
             raise DataError(
-                "text needs a folder of tokens: make one with `buttress tokens TEXT... --out FOLDER` and give the "
-                "folder it lies in as --data or in BUTTRESS_DATA, and its name as corpus="
+                "text needs a token folder: create one with `buttress tokens TEXT... --out FOLDER`, and give the "
+                "folder that contains it as --data or in BUTTRESS_DATA, and its name as corpus="
             )
-        made = copy.copy(self)
-        made._open(self.folder / run.corpus, run.context)
-        return made
+        opened = copy.copy(self)
+        opened._open(self.folder / run.corpus, run.context)
+        return opened
 
     def _open(self, folder: Path, context: int) -> None:
         self.tokens: Tokens = read(folder)
@@ -50,13 +57,13 @@ class Text(Task):
         for name, split in (("training", self.tokens.train), ("validation", self.tokens.val)):
             if len(split) <= context:
                 raise DataError(
-                    f"the {name} text in {folder} has {len(split):,} tokens and a sequence takes {context} and one "
-                    "more: use a smaller context or more text"
+                    f"the {name} text in {folder} has {len(split):,} tokens, but a sequence needs {context + 1:,}: "
+                    "use a smaller context or more text"
                 )
         facts = about(folder)
-        sums = "".join(facts["splits"][split]["sha256"] for split in ("train", "val"))
-        self._fingerprint = f"{self.tokens.tokenizer} {hashlib.sha256(sums.encode()).hexdigest()[:12]}"
-        self.reach = torch.arange(context + 1, device=self.device)
+        checksums = "".join(facts["splits"][split]["sha256"] for split in ("train", "val"))
+        self._fingerprint = f"{self.tokens.tokenizer} {hashlib.sha256(checksums.encode()).hexdigest()[:12]}"
+        self.offsets = torch.arange(context + 1, device=self.device)
         self.streams = self.device.type == "cuda" and 4 * len(self.tokens.train) > RESIDENT * _memory(self.device)
 
     @property
@@ -64,8 +71,8 @@ class Text(Task):
         return self._fingerprint
 
     @property
-    def hopeless(self) -> float:
-        """A loss that training does not come back from: twice that of guessing blindly."""
+    def divergence_threshold(self) -> float:
+        """Twice the loss of a uniform guess."""
         return 2 * math.log(self.classes)
 
     def example(self, device: torch.device) -> Tensor:
@@ -73,27 +80,28 @@ class Text(Task):
 
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if self.streams:
-            # Pinned, so that the copy need not be waited for.
-            places = index.cpu().numpy()[:, None] * self.context + np.arange(self.context + 1)
-            found = torch.from_numpy(self.tokens.train[places].astype(np.int64)).pin_memory()
-            both = found.to(self.device, non_blocking=True)
+            positions = index.cpu().numpy()[:, None] * self.context + np.arange(self.context + 1)
+            # Pinned, so that the copy is asynchronous.
+            pinned = torch.from_numpy(self.tokens.train[positions].astype(np.int64)).pin_memory()
+            ids = pinned.to(self.device, non_blocking=True)
         else:
             resident = _resident(self.tokens.folder, self.fingerprint, self.device)
-            both = resident[index[:, None] * self.context + self.reach].long()
-        return both[:, :-1], both[:, 1:]
+            ids = resident[index[:, None] * self.context + self.offsets].long()
+        return ids[:, :-1], ids[:, 1:]
 
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All whole sequences of the validation text. `batch` counts sequences."""
+        """All complete sequences of the validation text; `batch` counts sequences."""
         count = (len(self.tokens.val) - 1) // self.context
         for first in range(0, count, batch):
             starts = np.arange(first, min(first + batch, count))[:, None] * self.context
-            both = torch.from_numpy(self.tokens.val[starts + np.arange(self.context + 1)].astype(np.int64))
-            both = both.to(self.device)
-            yield both[:, :-1], both[:, 1:]
+            ids = torch.from_numpy(self.tokens.val[starts + np.arange(self.context + 1)].astype(np.int64))
+            ids = ids.to(self.device)
+            yield ids[:, :-1], ids[:, 1:]
 
 
 @lru_cache(maxsize=1)  # several runs of a sweep read the same corpus
 def _resident(folder: Path, fingerprint: str, device: torch.device) -> Tensor:
+    """The training text on a device."""
     return torch.from_numpy(read(folder, verify=False).train.astype(np.int32)).to(device)
 
 

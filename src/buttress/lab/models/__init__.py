@@ -1,4 +1,4 @@
-"""Models of the paper, in plain nn.Linear: nothing in them knows of structured matrices."""
+"""Models of the paper, built from plain nn.Linear; `buttress.replace_` makes them structured."""
 
 from buttress.lab.models.gpt import GPT
 from buttress.lab.models.mlp import MLP, start_

@@ -1,8 +1,8 @@
-"""The GPT-2 of the paper's language experiments (appendix "Model architectures"): no biases, normalised queries and
-keys, 8 / d attention, an embedding that is not tied to the head.
+"""The GPT-2 of the paper's language experiments (appendix "Model architectures").
 
-The loss is made in chunks of tokens, and its gradient with it, so that no more than one chunk's logits exist at a time:
-with fifty thousand words to choose from they would otherwise be most of the memory.
+It has no biases, normalizes queries and keys, scales attention by 8 / head width and does not tie the embedding to the
+head. The loss and its gradient are computed in chunks of tokens, so that the logits of only one chunk exist at a time:
+with a vocabulary of fifty thousand, all logits would take most of the memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,24 @@ from buttress.lab.models.mlp import Block, start_
 from buttress.lab.models.vit import Attention
 
 Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-CHUNK = 2**28
+MAX_LOGITS = 2**28
 """Logits that may exist at a time."""
 
 
 class GPT(nn.Module):
-    """Embedding and positions, `depth` pairs of causal attention and FFN, a norm, and a head that starts at zero.
+    """A decoder-only language model: embeddings, pairs of causal attention and FFN, a norm, and a head at zero.
 
-    `heads` of width `head_width` each need not make up the whole width. Called with tokens it gives logits; called with
-    tokens and the tokens that follow them, the mean loss and the part that it would have guessed wrong.
+    Args:
+        vocabulary: Size of the vocabulary.
+        context: Largest number of tokens per sequence.
+        width: Width of the model.
+        depth: Number of pairs of attention and FFN.
+        heads: Number of attention heads.
+        head_width: Width of each head; heads need not fill the model's width. Default: the width divided by `heads`.
+
+    Shape:
+        Tokens `(N, length)` to logits `(N, length, vocabulary)`. With targets `(N, length)` the result is instead the
+        mean loss and the fraction of wrong predictions, two scalars.
     """
 
     def __init__(
@@ -36,7 +45,7 @@ class GPT(nn.Module):
         super().__init__()
         self.context = context
         self.score: Score = score
-        """What is asked of a chunk of logits; exchanged for a compiled one, it passes over them less often."""
+        """Loss and wrong predictions of a chunk of logits. A compiled version reads the logits less often."""
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.empty(context, width))
         pairs = (
@@ -55,6 +64,7 @@ class GPT(nn.Module):
         start_(self)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        """Logits, or with targets the mean loss and the fraction of wrong predictions."""
         if tokens.shape[-1] > self.context:
             raise ShapeError(
                 f"this GPT reads at most {self.context} tokens, got {tokens.shape[-1]}: give it the last of them"
@@ -63,8 +73,8 @@ class GPT(nn.Module):
         x = self.norm(self.blocks(x))
         if targets is None:
             return self.head(x)
-        # It takes a gradient on the way forward, which torch.compile cannot. Asked for here, not as a decorator, which
-        # would make everybody who imports this wait for the compiler.
+        # The forward pass computes gradients, which torch.compile cannot trace. Disabled here and not by a decorator,
+        # which would import the compiler together with this module.
         loss = torch.compiler.disable(_loss)
         return loss(self.head, self.score, x.flatten(0, -2), targets.flatten())
 
@@ -72,9 +82,17 @@ class GPT(nn.Module):
     def sample(
         self, tokens: Tensor, *, words: int, temperature: float = 1.0, top: int = 50, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
-        """Words that go on from a text, one after the other: (batch,) tokens each, drawn from the `top` likeliest.
+        """Generate the tokens that continue a text, one at a time.
 
-        `words` are how many the tokenizer knows: of what the vocabulary was padded with nothing is drawn.
+        Args:
+            tokens: The text so far.
+            words: Size of the tokenizer's vocabulary; tokens that only pad the model's vocabulary are never drawn.
+            temperature: Divides the logits; 0 picks the most likely token.
+            top: Number of most likely tokens to draw from.
+            generator: Source of random numbers. Default: the global one.
+
+        Shape:
+            `tokens` is `(N, length)`; each item is `(N,)`.
         """
         for _ in range(self.context * 1000):
             logits = self(tokens[:, -self.context :])[:, -1, :words].float()
@@ -89,25 +107,29 @@ class GPT(nn.Module):
 
 
 def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of some tokens, and how many of them were guessed wrong."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets, reduction="sum"), (logits.argmax(-1) != targets).sum()
+    """Sum of the tokens' losses, and number of wrong predictions.
+
+    Shape:
+        `logits` is `(count, vocabulary)`, `targets` `(count,)`; the results are scalars.
+    """
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(precise, targets, reduction="sum"), (logits.argmax(-1) != targets).sum()
 
 
 def _loss(head: nn.Module, score: Score, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean loss and part guessed wrong of all tokens."""
-    words: int = getattr(head, "out_features")  # noqa: B009  (nn.Linear and structured layers have it)
-    chunk = max(1, CHUNK // words)
+    """Mean loss and fraction of wrong predictions of all tokens."""
+    vocabulary: int = getattr(head, "out_features")  # noqa: B009  (nn.Linear and structured layers have it)
+    chunk = max(1, MAX_LOGITS // vocabulary)
     if torch.is_grad_enabled():
-        made: tuple[Tensor, Tensor] = _Chunked.apply(head, score, hidden, targets, chunk, *head.parameters())  # type: ignore[no-untyped-call]
-        return made
+        results: tuple[Tensor, Tensor] = _ChunkedLoss.apply(head, score, hidden, targets, chunk, *head.parameters())  # type: ignore[no-untyped-call]
+        return results
     scores = [score(head(h), t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     loss, wrong = (torch.stack(parts).sum() / len(targets) for parts in zip(*scores, strict=True))
     return loss, wrong
 
 
-class _Chunked(torch.autograd.Function):
-    """Mean cross entropy of a head's logits, with the gradients of each chunk taken before the next is made."""
+class _ChunkedLoss(torch.autograd.Function):
+    """Mean cross entropy of a head's logits; the gradients of each chunk are computed before the next chunk."""
 
     @staticmethod
     def forward(
@@ -117,22 +139,22 @@ class _Chunked(torch.autograd.Function):
         d_weights: list[Tensor] = []
         losses, wrong = [], []
         start = 0
-        for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
             with torch.enable_grad():
-                x = part.detach().requires_grad_()
-                loss, missed = score(head(x), wanted)
-            d_x, *found = torch.autograd.grad(loss, [x, *weights])
-            d_hidden[start : start + len(part)] = d_x
-            d_weights = [a.add_(b) for a, b in zip(d_weights, found, strict=True)] if d_weights else list(found)
+                x = h.detach().requires_grad_()
+                loss, errors = score(head(x), t)
+            d_x, *grads = torch.autograd.grad(loss, [x, *weights])
+            d_hidden[start : start + len(h)] = d_x
+            d_weights = [a.add_(b) for a, b in zip(d_weights, grads, strict=True)] if d_weights else list(grads)
             losses.append(loss.detach())
-            wrong.append(missed)
-            start += len(part)
+            wrong.append(errors)
+            start += len(h)
         ctx.save_for_backward(d_hidden, *d_weights)
         ctx.count = len(targets)
         ctx.set_materialize_grads(False)
-        made = torch.stack(losses).sum() / len(targets), torch.stack(wrong).sum() / len(targets)
-        ctx.mark_non_differentiable(made[1])
-        return made
+        mean_loss, error = (torch.stack(sums).sum() / len(targets) for sums in (losses, wrong))
+        ctx.mark_non_differentiable(error)
+        return mean_loss, error
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -11,7 +11,10 @@ from buttress import ShapeError
 
 
 def start_(model: nn.Module) -> None:
-    """Draw every linear layer anew with 1 / sqrt(d_in), biases at zero; a weight that is zero stays so."""
+    """Initialize every linear layer in place with standard deviation 1 / sqrt(d_in) and zero biases.
+
+    A weight that is all zero stays so, and layers on the meta device are left alone.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear) and not module.weight.is_meta:
             if module.weight.any():
@@ -21,7 +24,17 @@ def start_(model: nn.Module) -> None:
 
 
 class Block(nn.Module):
-    """x + W2 GELU(W1 LayerNorm(x)), with W2 starting at zero."""
+    """The residual block x + W2 GELU(W1 LayerNorm(x)), with W2 zero at the start.
+
+    Args:
+        width: Inputs and outputs.
+        expansion: Hidden units per input.
+        bias: Whether the linear layers have biases.
+        norm_bias: Whether the norm has a bias.
+
+    Shape:
+        `(*, width)` to `(*, width)`.
+    """
 
     def __init__(self, width: int, *, expansion: int = 4, bias: bool = True, norm_bias: bool = True) -> None:
         super().__init__()
@@ -35,9 +48,18 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """Input layer, GELU, `depth` residual blocks, and a head that starts at zero; no norm before the head.
+    """The residual MLP: input layer, GELU, residual blocks, and a head that starts at zero, without a norm before it.
 
-    `shuffle` puts the inputs in the paper's fixed random order, the same for every MLP of that size.
+    Args:
+        d_in: Numbers per input.
+        width: Width of the residual blocks.
+        classes: Outputs.
+        depth: Number of residual blocks.
+        bias: Whether linear layers have biases.
+        shuffle: Whether to permute the inputs by the paper's fixed permutation, which depends on `d_in` alone.
+
+    Shape:
+        `(N, *)`, with `d_in` numbers after the first dimension, to `(N, classes)`.
     """
 
     order: Tensor | None
@@ -56,10 +78,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
         if self.order is not None:
-            # Indexing would take no notice of inputs beyond the last.
+            # Indexing would ignore inputs beyond the last.
             if x.shape[1] != len(self.order):
                 raise ShapeError(
-                    f"this MLP takes {len(self.order)} numbers an image, got {x.shape[1]}: build it for them"
+                    f"this MLP takes {len(self.order)} numbers per image, got {x.shape[1]}: build it for that size"
                 )
             x = x[:, self.order]
         return self.head(self.blocks(F.gelu(self.input(x))))

@@ -11,26 +11,35 @@ from buttress.lab.models.mlp import Block, start_
 
 
 class Attention(nn.Module):
-    """x + attention(LayerNorm(x)), with queries and keys normalised head by head.
+    """The residual block x + attention(LayerNorm(x)), with a norm for queries and keys per head.
 
-    `heads` share the width, unless each is given a `head_width`. Without `bias` there is none, in the norms neither.
+    The scale of the attention logits is 8 / head width, as muP requires; it equals the usual one at a width of 64.
+
+    Args:
+        width: Inputs and outputs.
+        heads: Number of heads.
+        head_width: Width of each head. Default: the width divided by the number of heads.
+        bias: Whether the norms and the output layer have biases; queries, keys and values have none.
+        causal: Whether a token attends to itself and earlier tokens only.
+
+    Shape:
+        `(N, tokens, width)` to `(N, tokens, width)`.
     """
 
     def __init__(self, width: int, heads: int, *, head_width: int = 0, bias: bool = True, causal: bool = False) -> None:
         super().__init__()
         if heads < 1 or (not head_width and width % heads):
             raise ShapeError(f"a width of {width} does not divide into {heads} heads: choose a multiple of heads")
-        each = head_width or width // heads
+        head_width = head_width or width // heads
         self.heads, self.causal = heads, causal
-        # muP: 1 / dim_head in place of 1 / sqrt(dim_head), and equal to it at the usual 64.
-        self.scale = 8 / each
+        self.scale = 8 / head_width
         self.norm = nn.LayerNorm(width, bias=bias)
-        self.to_q = nn.Linear(width, heads * each, bias=False)
-        self.to_k = nn.Linear(width, heads * each, bias=False)
-        self.to_v = nn.Linear(width, heads * each, bias=False)
-        self.norm_q = nn.LayerNorm(each, bias=bias)
-        self.norm_k = nn.LayerNorm(each, bias=bias)
-        self.to_out = nn.Linear(heads * each, width, bias=bias)
+        self.to_q = nn.Linear(width, heads * head_width, bias=False)
+        self.to_k = nn.Linear(width, heads * head_width, bias=False)
+        self.to_v = nn.Linear(width, heads * head_width, bias=False)
+        self.norm_q = nn.LayerNorm(head_width, bias=bias)
+        self.norm_k = nn.LayerNorm(head_width, bias=bias)
+        self.to_out = nn.Linear(heads * head_width, width, bias=bias)
         for linear in (self.to_q, self.to_out):
             nn.init.zeros_(linear.weight)
 
@@ -42,7 +51,20 @@ class Attention(nn.Module):
 
 
 class ViT(nn.Module):
-    """Square patches, a class token, `depth` pairs of attention and FFN, and a head that starts at zero."""
+    """The vision transformer: square patches, a class token, pairs of attention and FFN, and a head at zero.
+
+    Args:
+        image: Pixels per side of the image.
+        patch: Pixels per side of a patch; it must divide `image`.
+        width: Width of the model; a multiple of `heads`.
+        classes: Outputs.
+        depth: Number of pairs of attention and FFN.
+        heads: Number of attention heads.
+        channels: Channels of the image.
+
+    Shape:
+        `(N, channels, image, image)` to `(N, classes)`.
+    """
 
     def __init__(
         self,
@@ -58,7 +80,7 @@ class ViT(nn.Module):
         super().__init__()
         if patch < 1 or image % patch:
             raise ShapeError(
-                f"an image of {image} pixels a side does not divide into patches of {patch}: "
+                f"an image of {image} pixels per side does not divide into patches of {patch}: "
                 "choose a patch that divides it"
             )
         self.shape = (channels, image, image)
@@ -68,7 +90,7 @@ class ViT(nn.Module):
         self.norm_input = nn.LayerNorm(width)
         self.cls = nn.Parameter(torch.randn(1, 1, width))
         self.position = nn.Parameter(torch.randn(1, 1 + (image // patch) ** 2, width))
-        # The MLP's residual block is a transformer's FFN.
+        # The MLP's residual block is also a transformer's FFN.
         pairs = ((Attention(width, heads), Block(width)) for _ in range(depth))
         self.blocks = nn.Sequential(*(part for pair in pairs for part in pair))
         self.norm = nn.LayerNorm(width)
@@ -77,7 +99,11 @@ class ViT(nn.Module):
         start_(self)
 
     def patches(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, patches, numbers), a patch's numbers ordered row, column, channel."""
+        """Cut images into patches, the numbers of a patch ordered by row, column, channel.
+
+        Shape:
+            `(N, C, H, W)` to `(N, patches, patch * patch * C)`.
+        """
         grid = x.unflatten(2, (-1, self.patch)).unflatten(4, (-1, self.patch))
         return grid.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 

@@ -1,4 +1,4 @@
-"""Recipes: functions that return runs. Each says what it shows, what it takes and what to expect."""
+"""Recipes: named sets of runs. Each states what it shows, what it costs and what to expect."""
 
 from buttress.lab.recipes import cifar, digits, gpt2, imagenet  # noqa: F401  (they register themselves)
 from buttress.lab.recipes.base import Recipe, find, recipes

@@ -1,4 +1,4 @@
-"""Recipes on scikit-learn's digits: small enough for two cores, no file needed."""
+"""Recipes on scikit-learn's digits: small enough for two CPU cores, without data files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ SMALL = Run(task="digits", width=32, depth=2, base_width=64, lr=1e-2, batch=256,
 
 @recipe
 def digits() -> Iterator[Run]:
-    """Structures against dense on digits: error against MACs at four sizes each.
+    """Error against MACs on digits, dense and four structures at four widths each.
 
-    About two minutes on two cores. Too small for exponents to mean much: it shows that everything works.
+    20 runs, about two minutes on two CPU cores. Expect all errors to fall with MACs. The models are too small for
+    their exponents to mean much: the recipe shows that everything works.
     """
     for width in (16, 32, 64, 128):
         yield replace(SMALL, width=width)

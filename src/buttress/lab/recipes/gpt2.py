@@ -1,10 +1,10 @@
-"""The paper's GPT-2 (sections 6 and 7, appendix "Experiment details"): BTT in every linear layer, the head too.
+"""The paper's GPT-2 (sections 6 and 7, appendix "Experiment details"): BTT in every linear layer, including the head.
 
 Known differences from the authors' code: queries start at zero, as the paper's text says; queries and keys keep their
-gains, which the norms after them make idle; batches go over the text in a new order each epoch instead of beginning
-anywhere. The learning rate is that of the paper's text; their script has 2e-3. As in their code, the FFN's second layer
-learns at a fourth of the rate that its width asks for, because the model in which their rates are tuned has a
-narrower FFN.
+gains, which have no effect because a norm follows; batches visit the text in a new order each epoch instead of
+starting at random positions. The learning rate is that of the paper's text; their script has 2e-3. As in their code,
+the FFN's second layer trains at a quarter of the learning rate that its width implies, because the model in which their
+rates are tuned has a narrower FFN.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _btt(run: Run, width: int, heads: int = 6) -> Run:
 def gpt2() -> Iterator[Run]:
     """Validation loss against MACs of GPT-2 on OpenWebText, dense and BTT of rank 4: figure 9 of the paper.
 
-    245,760 tokens a step, 600,000 steps: for many GPUs and days. Published: BTT is better at equal MACs in all, and
-    about equal at equal MACs without the head's.
+    7 runs of 600,000 steps of 245,760 tokens; days on many GPUs. Published: at equal MACs BTT is better, and about
+    equal if the head's MACs are not counted.
     """
     for width in (384, 512, 768):
         yield _dense(GPT2, width)
@@ -63,10 +63,11 @@ def gpt2() -> Iterator[Run]:
 
 @recipe
 def gpt2_wiki() -> Iterator[Run]:
-    """The same at a size for one GPU: dense and BTT in two pairs of about equal MACs, for 66 million tokens.
+    """Validation loss of GPT-2 at a size for one GPU: dense and BTT in two pairs of about equal MACs.
 
-    A dense model of more MACs comes with them, because time is not MACs. One to six minutes a run on one H200. The text
-    is a folder of tokens called wiki, from `buttress tokens`. The learning rate is that of the authors' script.
+    5 runs of 2,000 steps (66 million tokens); one to seven minutes per run on one H200. The text is a token folder
+    called wiki, from `buttress tokens`. A dense model of more MACs is included, because equal MACs do not mean equal
+    time. The learning rate is that of the authors' script. Expect BTT to be better at equal MACs.
     """
     for narrow, wide in ((384, 1216), (512, 1728)):
         yield _dense(WIKI, narrow)
@@ -76,7 +77,10 @@ def gpt2_wiki() -> Iterator[Run]:
 
 @recipe
 def gpt2_rates() -> Iterator[Run]:
-    """Three learning rates for narrower and shorter runs of gpt2-wiki's kind: widths share the best one."""
+    """Validation loss against learning rate for narrower and shorter versions of gpt2-wiki's models.
+
+    6 runs of 400 steps; one to four minutes per run on one H200. Expect the two widths to share the best rate.
+    """
     for lr in (6e-4, 2e-3, 6e-3):
         short = replace(WIKI, lr=lr, steps=400, warmup=40, evaluate=0)
         yield _dense(short, 256)
@@ -85,8 +89,12 @@ def gpt2_rates() -> Iterator[Run]:
 
 @recipe
 def gpt2_throughput() -> Iterator[Run]:
-    """A few steps each of GPT-2, dense and BTT of the same width and of the same MACs: tokens a second, MFU, memory."""
-    # Times are medians of the stretches between looks: with four of them the one that compiles does not count.
+    """Tokens per second, MFU and memory of GPT-2, dense and BTT of equal width and of equal MACs.
+
+    6 runs of 60 steps; less than a minute per run on one H200. Expect BTT to be faster than the dense model of equal
+    width, and slower than that of equal MACs.
+    """
+    # A step's time is the median over evaluation intervals: of four intervals, the one that compiles does not count.
     short = replace(WIKI, batch=128, accumulate=2, steps=60, warmup=10, evaluate=15)
     for narrow, wide in ((384, 1216), (512, 1728)):
         yield _dense(short, narrow)
@@ -96,10 +104,11 @@ def gpt2_throughput() -> Iterator[Run]:
 
 @recipe
 def gpt2_stability() -> Iterator[Run]:
-    """Activations of a GPT-2 of width 128 with BTT, with and without normalised weights: figure 7 of the paper.
+    """Activations of a GPT-2 of width 128 with BTT, with and without normalized weights: figure 7 of the paper.
 
-    At the rate of the paper's text and at that of its code, with its warm-up; then the rate stays, as it nearly does in
-    the first one of a hundred parts of its schedule. Published: without, they grow without bound.
+    4 runs of 6,000 steps; three to seven minutes per run on one H200. They use the learning rates of the paper's text
+    and of its code, with its warm-up; then the rate stays constant, as it nearly does in the first hundredth of the
+    paper's schedule. Published: without normalized weights, activations grow without bound.
     """
     small = replace(_btt(WIKI, 128, heads=2), batch=16, warmup=2000, steps=6000, final=1.0, evaluate=1000, trace=100)
     for lr in (6e-4, 2e-3):

@@ -201,7 +201,7 @@ class TrainingLoop:
         if not losses.isfinite().all():
             raise self._explained(diagnose(trainer, snapshot), first)
         loss, error = losses.mean().item(), 100 * errors.mean().item()
-        if loss > trainer.task.hopeless:
+        if loss > trainer.task.divergence_threshold:
             raise self._explained(_too_large(loss, trainer), trainer.step)
         self.step_seconds.append((time.perf_counter() - started) / (trainer.step - first))
         self._report(first, loss, error)
@@ -244,5 +244,5 @@ def next_pause(run: Run, step: int) -> int:
 def _too_large(loss: float, trainer: Trainer) -> DivergenceError:
     return DivergenceError(
         f"the loss is {loss:.3g} at step {trainer.step}, above the divergence threshold of "
-        f"{trainer.task.hopeless:.3g}. Try a smaller lr than {trainer.run.lr:g}"
+        f"{trainer.task.divergence_threshold:.3g}. Try a smaller lr than {trainer.run.lr:g}"
     )

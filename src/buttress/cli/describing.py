@@ -1,0 +1,164 @@
+"""Commands about structures: list them, look into one, measure them, check their learning rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import buttress as bt
+from buttress.cli.options import Json
+from buttress.cli.output import print_json, print_table
+from buttress.lab.data import load
+from buttress.lab.runs.config import ConfigError, Run, with_fields
+
+
+def structures(
+    width: Annotated[int, typer.Option(help="Inputs and outputs of the layer.")] = 1024, as_json: Json = False
+) -> None:
+    """List every structure with its cost at one width and its learning-rate multipliers.
+
+    Example: `buttress structures --width 4096`
+    """
+    rows: list[dict[str, Any]] = []
+    for cls in bt.structures().values():
+        for structure in cls.default_candidates() or (cls(),):
+            chain = structure.chain(width, width)
+            rows.append(
+                {
+                    "structure": str(structure),
+                    "parameters": chain.params,
+                    "macs": chain.macs,
+                    "rank": chain.max_rank,
+                    "multipliers": [bt.lr_multiplier(f, chain) for f in chain.factors],
+                }
+            )
+    if as_json:
+        return print_json(rows)
+    table = Table(title=f"a {width} × {width} layer")
+    for name in ("structure", "parameters", "MACs", "largest rank", "Adam multipliers"):
+        table.add_column(name, justify="left" if name == "structure" else "right")
+    for row in rows:
+        counts = (f"{row[name]:,}" for name in ("parameters", "macs", "rank"))
+        table.add_row(row["structure"], *counts, ", ".join(f"{m:g}" for m in row["multipliers"]))
+    print_table(table)
+
+
+def inspect(
+    structure: Annotated[str, typer.Argument(help="Structure, such as btt or btt(rank=4).")],
+    d_in: Annotated[int, typer.Option(help="Inputs of the layer.")] = 1024,
+    d_out: Annotated[int, typer.Option(help="Outputs of the layer.")] = 1024,
+    as_json: Json = False,
+) -> None:
+    """Show a structure at one size: its equation, its factors, their initial scales and learning rates.
+
+    Example: `buttress inspect "btt(rank=2)" --d-in 768 --d-out 3072`
+    """
+    chain = bt.parse(structure).chain(d_in, d_out)
+    factors: list[dict[str, Any]] = [
+        {
+            "factor": f.name,
+            "blocks": f.blocks,
+            "d_out": f.d_out,
+            "d_in": f.d_in,
+            "shared": f.shared,
+            "parameters": f.params,
+            "macs": f.macs,
+            "init_std": bt.init_std(f),
+            "adam_multiplier": bt.lr_multiplier(f, chain),
+        }
+        for f in chain.factors
+    ]
+    if as_json:
+        return print_json(
+            {"parameters": chain.params, "macs": chain.macs, "padding": chain.padding, "factors": factors}
+        )
+    out = Console()
+    out.print(chain.equation(), highlight=False, markup=False)
+    table = Table()
+    for name in factors[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for factor in factors:
+        table.add_row(*map(_cell, factor.values()))
+    out.print(table)
+    out.print(f"{chain.params:,} parameters, {chain.macs:,} MACs; a dense layer has {d_in * d_out:,} of each")
+
+
+def _cell(value: str | float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def bench(
+    d_in: Annotated[int, typer.Argument(help="Inputs of the layer.")],
+    d_out: Annotated[int, typer.Argument(help="Outputs of the layer.")],
+    tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 16384,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help='Device to measure on, or the name of a measured GPU, such as "NVIDIA H200". Default: a GPU if '
+            "there is one, else cpu."
+        ),
+    ] = None,
+    forward: Annotated[bool, typer.Option("--forward", help="Time the forward pass alone.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Time each structure for one layer and say whether to stay dense.
+
+    Example: `buttress bench 4096 4096 --device "NVIDIA H200"`
+    """
+    advice = bt.advise(d_in, d_out, tokens, device=device, training=not forward)
+    if as_json:
+        return print_json(
+            {"linear_ms": advice.dense_ms, "verdict": advice.verdict(), "options": [vars(o) for o in advice.options]}
+        )
+    print(advice)
+
+
+def check(
+    structure: Annotated[str, typer.Argument(help="Structure, such as btt. Default: the dense model.")] = "",
+    widths: Annotated[str, typer.Option(help="Widths to compare.")] = "32,64,128,256",
+    naive: Annotated[bool, typer.Option("--naive", help="Give every factor the dense layer's learning rate.")] = False,
+    steps: Annotated[int, typer.Option(help="Training steps at each width.")] = 10,
+    figure: Annotated[Path | None, typer.Option(help="Image file to draw the check into. Default: none.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the coordinate check: do updates keep their size as the model gets wider? Slopes are near 0 if so.
+
+    Example: `buttress check btt`, `buttress check btt --naive`
+    """
+    from buttress.lab.analysis.diagnostics import coordinate_check
+    from buttress.lab.training.building import build_model
+
+    sizes = [int(w) for w in widths.split(",") if w.strip().isdecimal()]
+    if len(sizes) < 2 or len(sizes) != len(widths.split(",")) or steps < 1:
+        raise ConfigError(
+            f"give at least two widths, such as 32,64,128, and a step or more; got {widths!r} and {steps}"
+        )
+    task = load("digits")
+    run = Run(structure=structure, depth=2, base_width=64)
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(0, task.epoch or 1, (steps + 1, 128), generator=generator)
+    batches = [task.draw(i, generator) for i in index]
+    result = coordinate_check(
+        lambda width: build_model(with_fields(run, [f"width={width}"]), task),
+        sizes,
+        lambda step: batches[step],
+        lr=1e-2,
+        steps=steps,
+        structure_aware=not naive,
+    )
+    slopes = {name or "model": result.slope(name) for name in result.names()}
+    if figure:
+        result.plot(figure, title=structure or "dense")
+    if as_json:
+        return print_json(slopes)
+    table = Table("output of", "slope of its change against width")
+    for name, slope in slopes.items():
+        table.add_row(name, f"{slope:+.2f}")
+    print_table(table)

@@ -1,0 +1,151 @@
+"""Commands about many runs: recipes, sweeps, their records and the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from buttress.cli.options import Compiled, Data, Device, Json, Runs, Settings
+from buttress.cli.output import console, print_json, print_records, print_table, say
+from buttress.cli.progress import SweepBars, bars
+from buttress.lab.recipes import find
+from buttress.lab.recipes import recipes as all_recipes
+from buttress.lab.runs.config import ConfigError, with_fields
+from buttress.lab.runs.records import read_records, write_records
+from buttress.lab.runs.store import Store
+from buttress.lab.sweeps.engine import Engine
+from buttress.lab.sweeps.local import Local
+from buttress.lab.sweeps.sweep import sweep as run_sweep
+from buttress.suggestions import did_you_mean
+
+
+def recipes(as_json: Json = False) -> None:
+    """List the recipes that `buttress sweep` can train."""
+    if as_json:
+        return print_json([{"recipe": r.name, "runs": len(r.runs()), "text": r.text} for r in all_recipes().values()])
+    table = Table("recipe", "runs", "what it shows")
+    for r in all_recipes().values():
+        table.add_row(r.name, str(len(r.runs())), r.summary)
+    print_table(table)
+
+
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="Recipe name; `buttress recipes` lists them.")],
+    settings: Settings = None,
+    runs: Runs = Path("runs"),
+    data: Data = None,
+    device: Device = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs to train at a time; several small ones can share a GPU. Default: 1.")
+    ] = None,
+    on: Annotated[str, typer.Option(help="Where to train: local processes, or ray on several machines.")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster address. Default: $RAY_ADDRESS, or else a local Ray instance.")
+    ] = None,
+    cpus_per_run: Annotated[float | None, typer.Option(help="With ray: CPUs per run. Default: 1.")] = None,
+    gpus_per_run: Annotated[
+        float | None, typer.Option(help="With ray: fraction of a GPU per run. Default: 1 on a GPU, else 0.")
+    ] = None,
+    compiled: Compiled = False,
+    as_json: Json = False,
+) -> None:
+    """Train all runs of a recipe that have no record yet. After an interruption, the same command resumes.
+
+    Example: `buttress sweep digits --workers 2`, `buttress sweep mlp-scaling seed=1 --data ~/cifar`,
+    `buttress sweep mlp-scaling --on ray --address head:6379 --gpus-per-run 0.25`
+    """
+    todo = [with_fields(run, settings or []) for run in find(recipe).runs()]
+    engine = engine_of(on, workers, address, cpus_per_run, gpus_per_run)
+    with bars() as display:
+        listen = SweepBars(display, recipe, len(todo))
+        records = run_sweep(todo, Store(runs), on=engine, device=device, data=data, compiled=compiled, listen=listen)
+    print_records(records, as_json)
+    failed = len(set(todo)) - sum(record.status == "done" for record in records)
+    if failed:
+        console.print(f"{failed} of {len(todo)} runs failed: run the same command to try them again")
+        raise typer.Exit(1)
+
+
+def engine_of(on: str, workers: int | None, address: str | None, cpus: float | None, gpus: float | None) -> Engine:
+    """What trains the runs of a sweep.
+
+    Args:
+        on: "local" or "ray".
+        workers: Value of --workers, None where it is not set; the others likewise.
+        address: Value of --address.
+        cpus: Value of --cpus-per-run.
+        gpus: Value of --gpus-per-run.
+
+    Raises:
+        ConfigError: For an unknown engine, or an option that belongs to the other one.
+    """
+    values = {"--workers": workers, "--address": address, "--cpus-per-run": cpus, "--gpus-per-run": gpus}
+    options = {"local": ("--workers",), "ray": ("--address", "--cpus-per-run", "--gpus-per-run")}
+    if on not in options:
+        raise ConfigError(f"a sweep cannot run on {on!r}{did_you_mean(on, options)}")
+    for name, value in values.items():
+        if value is not None and name not in options[on]:
+            raise ConfigError(f"{name} does not go with --on {on}, which takes {', '.join(options[on])}")
+    if on == "local":
+        return Local(workers or 1)
+    from buttress.lab.sweeps.ray_engine import Ray
+
+    return Ray(address, 1.0 if cpus is None else cpus, gpus)
+
+
+def demo(
+    runs: Runs = Path("runs/demo"), workers: Annotated[int, typer.Option(help="Runs to train at a time.")] = 2
+) -> None:
+    """Train dense and structured MLPs of four sizes on scikit-learn's digits, fit power laws and write a report.
+
+    Needs no data files and no GPU, and takes about a minute on two cores. Example: `buttress demo`
+    """
+    sweep("digits", [], runs=runs, device="cpu", workers=workers)
+    from buttress.lab.analysis.report import report as write_report
+
+    path = write_report(Store(runs), runs / "report.html", "Structures on digits")
+    say(f"the report is in {path}: open it in a browser")
+
+
+def records(
+    runs: Annotated[Path, typer.Argument(help="Folder that stores the runs.")],
+    out: Annotated[Path, typer.Argument(help="Records file to write, such as results/mine.jsonl.")],
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe whose runs to gather. Default: all runs in the folder.")
+    ] = None,
+) -> None:
+    """Gather the run records of a folder into one JSON Lines file, and keep the records it already has.
+
+    A run folder that contains such a file counts its runs as done: `report` shows them and `sweep` skips them.
+    Example: `buttress records runs results/scaling.jsonl --recipe mlp-scaling`
+    """
+    keys = {run.key for run in find(recipe).runs()} if recipe else None
+    gathered = [r for r in Store(runs) if keys is None or r.run.key in keys]
+    if not gathered:
+        raise ConfigError(f"{runs} holds no record" + (f" of a run of {recipe}" if recipe else ""))
+    merged = {r.run.key: r for r in (read_records(out) if out.is_file() else ())} | {r.run.key: r for r in gathered}
+    write_records(out, merged.values())
+    share = f" of {len(keys)} runs" if keys else ""
+    print(f"{len(gathered)} records{share} in {out}, which holds {len(merged)}")
+
+
+def report(
+    runs: Annotated[Path, typer.Argument(help="Folder of runs or of record files.")] = Path("runs"),
+    out: Annotated[
+        Path | None, typer.Option(help="HTML page to write. Default: report.html in the run folder.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = (
+        "Structured layers: what was run and what came of it"
+    ),
+) -> None:
+    """Write one self-contained HTML page about a folder of runs.
+
+    Example: `buttress report runs`
+    """
+    from buttress.lab.analysis.report import report as write_report
+
+    path = write_report(Store(runs), out or runs / "report.html", title)
+    print(path)

@@ -1,0 +1,20 @@
+"""Figures: each is a pure function of run records. They need matplotlib."""
+
+from buttress.lab.analysis.figures.compute import exponents, runtime, scaling, widths
+from buttress.lab.analysis.figures.optimization import curves, feature_updates, landscape, stability
+from buttress.lab.analysis.figures.style import AXIS_LABELS, svg
+from buttress.lab.analysis.figures.text import language
+
+__all__ = [
+    "AXIS_LABELS",
+    "curves",
+    "exponents",
+    "feature_updates",
+    "landscape",
+    "language",
+    "runtime",
+    "scaling",
+    "stability",
+    "svg",
+    "widths",
+]

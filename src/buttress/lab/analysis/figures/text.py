@@ -1,0 +1,47 @@
+"""Language models: loss against what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, plt, set_cost_ticks
+from buttress.lab.analysis.lines import LineKey, alone, ordered
+from buttress.lab.runs.records import Record
+
+COSTS: dict[str, Callable[[Record], float | None]] = {
+    "MACs per token": lambda r: r.macs / r.run.context,
+    "MACs per token, without the head": lambda r: (r.macs - r.results["head_macs"]) / r.run.context,
+    "seconds of training": lambda r: r.results["seconds"] if alone(r) else None,
+}
+"""What a language model's loss is compared at, by axis label; None where it was not measured."""
+
+
+def language(records: Iterable[Record]) -> Figure | None:
+    """Validation loss against MACs per token, with and without the head's, and against time.
+
+    Args:
+        records: Run records; those of other tasks and of failed runs are ignored.
+
+    Returns:
+        The figure, or None where all models cost the same.
+    """
+    done = [r for r in records if r.status == "done" and "head_macs" in r.results]
+    if len({r.macs for r in done}) < 2:
+        return None
+    figure, panels = plt.subplots(1, len(COSTS), figsize=(10.5, 3.8), sharey=True, layout="constrained")
+    keys = ordered(LineKey.of(r.run) for r in done)
+    for panel, (text, cost) in zip(panels, COSTS.items(), strict=True):
+        for i, key in enumerate(keys):
+            line = [(cost(r), r.results["test_loss"], r.run.width) for r in done if LineKey.of(r.run) == key]
+            measured = sorted((x, y, width) for x, y, width in line if x is not None)
+            xs, ys = [x for x, _, _ in measured], [y for _, y, _ in measured]
+            panel.plot(xs, ys, "o-", color=f"C{i}", ms=5, label=key.label)
+            for x, y, width in measured:
+                panel.annotate(f"{width}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        panel.set(xlabel=text, xscale="log")
+        panel.margins(x=0.12, y=0.08)
+        set_cost_ticks(panel)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(AXIS_LABELS["test_loss"])
+    add_legend(panels[0], "numbers: width")
+    return figure

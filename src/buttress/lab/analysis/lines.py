@@ -1,0 +1,107 @@
+"""From run records to the lines of a figure: which runs belong together, and the points they give."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from buttress.lab.analysis.fits import Point
+from buttress.lab.runs.config import Run
+from buttress.lab.runs.records import Record
+
+Metric = Literal["train_error", "test_error", "test_loss"]
+
+
+@dataclass(frozen=True)
+class LineKey:
+    """What the runs of one line have in common: everything but their size, learning rate and seed."""
+
+    structure: str = "dense"
+    layers: str = "all"
+    aware: bool = True
+    """Whether learning rates are structure-aware; otherwise they are "naive"."""
+    normalize: bool = False
+
+    @classmethod
+    def of(cls, run: Run) -> LineKey:
+        """The line that a run belongs to."""
+        if not run.structure:
+            return cls(aware=run.aware, normalize=run.normalize)
+        return cls(run.structure, run.layers, run.aware, run.normalize)
+
+    @property
+    def label(self) -> str:
+        """The line's name in legends and tables."""
+        layers = "" if self.layers == "all" else f", {self.layers}"
+        rates = "" if self.aware else ", naive rates"
+        return self.structure + layers + rates + (", normalized" if self.normalize else "")
+
+    @property
+    def rates(self) -> str:
+        """The key of its learning rates in published tables: "aware" or "naive"."""
+        return "aware" if self.aware else "naive"
+
+
+BASELINE = LineKey()
+"""The dense model."""
+
+
+def ordered(keys: Iterable[LineKey]) -> list[LineKey]:
+    """Distinct keys by label, the baseline first, so that a structure has the same color in every figure."""
+    return sorted(set(keys), key=lambda key: (key != BASELINE, key.label))
+
+
+def label(record: Record) -> str:
+    """The name of the line that a record belongs to."""
+    return LineKey.of(record.run).label
+
+
+def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[LineKey, list[Point]]:
+    """The points of each line by rising MACs, lines in the order of `ordered`.
+
+    A point is the mean over seeds at the learning rate that is best for the metric, as in the paper.
+
+    Args:
+        records: Run records; those of failed runs are ignored.
+        metric: The result that becomes a point's error.
+    """
+    sizes: dict[tuple[LineKey, int], dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if record.status == "done":
+            sizes[LineKey.of(record.run), record.macs][record.run.lr].append(record)
+
+    def mean(seeds: Sequence[Record], name: str) -> float:
+        return sum(r.results[name] for r in seeds) / len(seeds)
+
+    lines: dict[LineKey, list[Point]] = defaultdict(list)
+    for (key, macs), rates in sorted(sizes.items(), key=lambda item: item[0][1]):
+        best = min(rates.values(), key=lambda seeds: mean(seeds, metric))
+        seconds = mean(best, "seconds") if all(map(alone, best)) else None
+        lines[key].append(Point(macs, mean(best, metric), seconds, best[0].run.width))
+    return {key: lines[key] for key in ordered(lines)}
+
+
+def tuned(records: Iterable[Record]) -> dict[LineKey, dict[int, list[Record]]]:
+    """Finished runs by line and width, of the lines in which a width was trained at more than two learning rates."""
+    runs: dict[LineKey, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for r in records:
+        if r.status == "done":
+            runs[LineKey.of(r.run)][r.run.width].append(r)
+
+    def rates(same_width: Sequence[Record]) -> int:
+        return len({r.run.lr for r in same_width})
+
+    return {key: runs[key] for key in ordered(runs) if max(map(rates, runs[key].values())) > 2}
+
+
+def alone(record: Record) -> bool:
+    """Whether a run had its device to itself, so that its times can be compared."""
+    return record.environment.get("at_once", "1") == "1"
+
+
+def largest(record: Record) -> list[tuple[int, float]]:
+    """By step, the largest RMS among all blocks' outputs; empty where it was not traced."""
+    blocks = [pairs for name, pairs in record.metrics.items() if name.startswith("activation/")]
+    return [(pairs[0][0], max(size for _, size in pairs)) for pairs in zip(*blocks, strict=True)]

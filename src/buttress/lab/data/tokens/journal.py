@@ -1,0 +1,80 @@
+"""How far an unfinished token folder has got, stored with it so that the work can be resumed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from buttress.files import write_text
+from buttress.lab.data.base import DataError
+from buttress.lab.data.documents import Facts, Piece
+from buttress.lab.data.tokens.folder import SPLITS
+
+KEYS = {"request": "asked", "position": "place", "open_split": "opened", "bytes_read": "read"}
+"""Keys in the file, where they differ from the field names."""
+
+
+@dataclass
+class Journal:
+    """What was requested and how far it has got."""
+
+    request: Facts
+    source: int = 0
+    """Index of the source that is being read."""
+    position: int = 0
+    """Where in the source to continue."""
+    open_split: str = ""
+    """Split of the document that the position is inside of, if it is inside of one."""
+    bytes_read: int = 0
+    """Bytes of all sources, for progress reports."""
+    splits: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
+    )
+
+    @property
+    def tokens(self) -> int:
+        return sum(counts["tokens"] for counts in self.splits.values())
+
+    def add(self, split: str, piece: Piece, tokens: int) -> None:
+        """Count a piece, and the end-of-text token after it where a document ends."""
+        counts = self.splits[split]
+        counts["tokens"] += tokens + piece.ends
+        counts["documents"] += piece.ends
+        counts["bytes"] += len(piece.text)
+
+    def next_source(self) -> None:
+        """Continue at the beginning of the next source."""
+        self.source, self.position, self.open_split = self.source + 1, 0, ""
+
+    def save(self, part: Path) -> None:
+        """Store the journal in the unfinished folder."""
+        content = {KEYS.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        write_text(part / "journal.json", json.dumps(content))
+
+    @classmethod
+    def open(cls, part: Path, request: Facts) -> Journal:
+        """The journal of an unfinished folder; a new one where the folder is empty.
+
+        Raises:
+            DataError: If the folder holds work on another request.
+        """
+        path = part / "journal.json"
+        if not path.is_file():
+            if any(part.iterdir()):
+                raise other_work(part)
+            cls(request).save(part)
+        names = {key: name for name, key in KEYS.items()}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            journal = cls(**{names.get(key, key): value for key, value in content.items()})
+        except (ValueError, TypeError, AttributeError):
+            raise other_work(part) from None
+        if journal.request != request:
+            raise other_work(part)
+        return journal
+
+
+def other_work(part: Path) -> DataError:
+    """The error for an unfinished folder that belongs to another request."""
+    return DataError(f"{part} holds unfinished work on something else: remove it, or choose another folder")

@@ -1,0 +1,163 @@
+"""The command line as a whole: its commands and options, help, version, exit codes and error messages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs buttress[lab]")
+
+import typer
+
+import buttress as bt
+from buttress.cli.app import app
+from buttress.cli.extras import EXTRAS, install_hint
+from command_line import Finished, Invoke, run, run_without
+
+SURFACE = {
+    "structures": "--width --json",
+    "inspect": "structure --d-in --d-out --json",
+    "recipes": "--json",
+    "train": "settings --runs --data --device --compile --parallel --checkpoint-seconds --tensorboard --wandb --json",
+    "sweep": "recipe settings --runs --data --device --workers --on --address --cpus-per-run --gpus-per-run --compile "
+    "--json",
+    "sample": "folder --prompt --tokens --temperature --top --seed --data --device",
+    "records": "runs out --recipe",
+    "report": "runs --out --title",
+    "demo": "--runs --workers",
+    "bench": "d_in d_out --tokens --device --forward --json",
+    "compress": "model --out --keep --structure --cost --tokens --card --plan --calibrate --heal --lr --device --json",
+    "tokens": "texts --out --val --tokenizer --separator --dataset --check --json",
+    "check": "structure --widths --naive --steps --figure --json",
+}
+"""Every command with its arguments and options, in order."""
+
+
+def surface() -> dict[str, str]:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {
+        name: " ".join(p.opts[0] if p.param_type_name == "option" else p.name for p in command.params)
+        for name, command in commands.items()
+    }
+
+
+def test_commands_and_options_stay_as_they_are() -> None:
+    assert surface() == SURFACE
+
+
+def test_every_command_and_option_has_a_help_text() -> None:
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        assert command.help, name
+        for p in command.params:
+            assert p.help, (name, p.name)
+            assert p.help.endswith("."), (name, p.name)
+
+
+def test_help_has_examples(invoke: Invoke) -> None:
+    done = invoke("--help")
+    assert done.code == 0
+    for name in ("demo", "structures", "inspect", "train", "sweep", "report", "bench", "check"):
+        assert f" {name} " in done.out
+        if name != "demo":
+            assert "Example" in invoke(name, "--help").out
+
+
+def test_the_version() -> None:
+    assert run("--version") == Finished(0, f"buttress {bt.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("sweep", "mlp-scalin"), 2, "did you mean 'mlp-scaling'"),
+        (("train", "widht=3"), 2, "did you mean 'width'"),
+        (("train", "structure=bt"), 2, "did you mean"),
+        (("train", "task=cifar10", "--data", "/nowhere"), 2, "cifar-10-python.tar.gz, not in /nowhere"),
+        (("train", "lr=1e9", "optimizer=sgd", "steps=50", "width=16"), 1, "the loss is not finite at step"),
+        (("report", "/nowhere"), 2, "there are no records"),
+        (("records", "/nowhere", "/nowhere/x.jsonl"), 2, "holds no record"),
+        (("inspect", "btt(rank=0)"), 2, "rank"),
+        (("nonsense",), 2, "No such command"),
+        (("train", "task=[/x]"), 2, "no task is called '[/x]'"),
+        (("train", "--device", "abacus"), 2, "no device"),
+        (("check", "btt", "--widths", "a,b"), 2, "at least two widths"),
+    ],
+)
+def test_invalid_usage(arguments: tuple[str, ...], code: int, says: str, tmp_path: Path, invoke: Invoke) -> None:
+    more = ("--runs", str(tmp_path)) if arguments[0] in ("train", "sweep") else ()
+    done = invoke(*arguments, *more)
+    text = " ".join((done.out + done.err).split())
+    assert done.code == code, text
+    assert says in text
+
+
+def test_an_error_is_one_line() -> None:
+    done = run("report", "/" + "a-very-long-name" * 10)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("library", ["typer", "rich"])
+def test_without_its_extra_the_script_says_what_to_install(library: str) -> None:
+    (done,) = run_without([library], ["structures"])
+    expected = f"buttress: the command line needs {library}, which is not installed: pip install 'buttress[lab]'"
+    assert done == Finished(1, "", expected)
+
+
+RUN = ("width=16", "depth=1", "steps=1", "batch=8", "--device", "cpu")
+MISSING = (
+    ("sklearn", "lab", ("train", *RUN)),
+    ("sklearn", "lab", ("check", "btt")),
+    ("matplotlib", "lab", ("report", ".")),
+    ("PIL", "lab", ("train", "task=cifar10", *RUN, "--data", ".")),
+    ("tokenizers", "text", ("tokens", __file__, "--out", "out", "--tokenizer", "train:300")),
+    ("datasets", "datasets", ("tokens", "--dataset", "json:x", "--out", "out")),
+    ("ray", "ray", ("sweep", "digits", "--on", "ray")),
+    ("wandb", "wandb", ("train", *RUN, "--wandb", "project")),
+)
+"""A library, its extra, and a command that needs it."""
+
+
+def test_without_an_extra_a_command_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "test.webp").touch()
+    blocked = [library for library in EXTRAS if library not in ("typer", "rich")]
+    finished = run_without(blocked, *(arguments for _, _, arguments in MISSING), folder=str(tmp_path))
+    for done, (library, extra, arguments) in zip(finished, MISSING, strict=True):
+        assert done.code == 2, (library, arguments, done)
+        message = done.err.strip()
+        assert message.startswith("error: "), (library, arguments, done)
+        assert f"pip install 'buttress[{extra}]'" in message
+        assert "\n" not in message
+
+
+def test_commands_do_without_libraries_that_they_do_not_use(tmp_path: Path) -> None:
+    blocked = [library for library in EXTRAS if library not in ("typer", "rich")]
+    commands = (
+        ("structures",),
+        ("inspect", "btt"),
+        ("recipes",),
+        ("train", "task=teacher", *RUN),
+        ("bench", "4096", "4096", "--device", "NVIDIA H200"),
+        ("records", "runs", "records.jsonl"),
+    )
+    for done, arguments in zip(run_without(blocked, *commands, folder=str(tmp_path)), commands, strict=True):
+        assert done.code == 0, (arguments, done.err)
+
+
+def test_hints_name_the_extra_of_a_library() -> None:
+    assert install_hint(ModuleNotFoundError(name="matplotlib.pyplot")) == (
+        "needs matplotlib, which is not installed: pip install 'buttress[lab]'"
+    )
+    assert install_hint(ModuleNotFoundError(name="nonsense")) is None
+    assert install_hint(ImportError()) is None
+
+
+def test_a_library_without_a_message_of_its_own_gets_a_hint(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    monkeypatch.setitem(sys.modules, "buttress.lab.analysis.report", None)
+    monkeypatch.setitem(EXTRAS, "buttress", "lab")  # as if the module were an optional library
+    done = invoke("report", "/nowhere")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: this command needs buttress, which is not installed: pip install 'buttress[lab]'\n"

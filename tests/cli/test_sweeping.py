@@ -1,0 +1,75 @@
+"""Commands about many runs: recipes, sweep, records, report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs buttress[lab]")
+
+from buttress.cli.sweeping import engine_of
+from buttress.lab.recipes import recipes
+from buttress.lab.runs.config import ConfigError
+from buttress.lab.runs.records import read_records, write_records
+from buttress.lab.runs.store import Store
+from buttress.lab.sweeps.local import Local
+from command_line import Invoke
+from synthetic_records import record, study
+
+
+def test_sweep(tmp_path: Path, invoke: Invoke) -> None:
+    few = ("steps=20", "batch=32", "width=16")  # all of one width: few distinct runs
+    done = invoke("sweep", "digits", *few, "--runs", str(tmp_path), "--device", "cpu", "--workers", "2", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert sorted(r["run"]["structure"] for r in found) == ["", "btt", "kronecker", "low_rank", "monarch"]
+
+
+def test_recipes_are_listed(invoke: Invoke) -> None:
+    rows = json.loads(invoke("recipes", "--json").out)
+    assert [row["recipe"] for row in rows] == list(recipes())
+    assert all(row["runs"] and row["text"] for row in rows)
+    assert "mlp-scaling" in invoke("recipes").out
+
+
+def test_records_are_gathered(tmp_path: Path, invoke: Invoke) -> None:
+    out = tmp_path / "out.jsonl"
+    write_records(out, [record("monarch", 64)])
+    for one in study():
+        Store(tmp_path / "runs").put(one)
+    done = invoke("records", str(tmp_path / "runs"), str(out))
+    assert done.code == 0, done.err
+    assert done.out.strip() == f"12 records in {out}, which holds 13"
+    assert len(read_records(out)) == 13
+    done = invoke("records", str(tmp_path / "runs"), str(out), "--recipe", "digits")
+    assert done.code == 2
+    assert "holds no record of a run of digits" in done.err
+
+
+def test_the_report_has_a_title(tmp_path: Path, invoke: Invoke) -> None:
+    pytest.importorskip("matplotlib", reason="figures need buttress[lab]")
+    write_records(tmp_path / "study.jsonl", study())
+    done = invoke("report", str(tmp_path), "--out", str(tmp_path / "page.html"), "--title", "A title")
+    assert done.code == 0, done.err
+    assert done.out.strip() == str(tmp_path / "page.html")
+    assert "<h1>A title</h1>" in (tmp_path / "page.html").read_text()
+
+
+def test_local_processes_by_default() -> None:
+    assert engine_of("local", None, None, None, None) == Local(1)
+    assert engine_of("local", 3, None, None, None) == Local(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("rya", None, None, None, None), "did you mean 'ray'"),
+        (("ray", 2, None, None, None), "--workers does not go with --on ray, which takes --address"),
+        (("local", None, "head:1", None, None), "--address does not go with --on local"),
+    ],
+)
+def test_impossible_engines(options: tuple[str, int | None, str | None, None, None], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        engine_of(*options)

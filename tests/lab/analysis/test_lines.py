@@ -1,0 +1,72 @@
+"""Which runs form a line, what it is called, and the points they give."""
+
+from __future__ import annotations
+
+import pytest
+
+from buttress.lab.analysis.lines import BASELINE, LineKey, alone, ordered, points, tuned
+from buttress.lab.runs.config import Run
+from buttress.lab.runs.records import Record
+from synthetic_records import record, study
+
+BTT = LineKey("btt")
+
+
+def test_of_several_rates_the_best_counts() -> None:
+    lines = points([record("btt", 64, 10.0, lr=1e-3), record("btt", 64, 60.0, lr=1e-1)])
+    assert [p.error for p in lines[BTT]] == [10.0]
+
+
+def test_seeds_are_averaged() -> None:
+    lines = points([record("btt", 64, 10.0, seed=0), record("btt", 64, 20.0, seed=1)])
+    assert [p.error for p in lines[BTT]] == [15.0]
+
+
+@pytest.mark.parametrize(
+    ("run", "label"),
+    [
+        (Run(), "dense"),
+        (Run(layers="hidden"), "dense"),
+        (Run(aware=False), "dense, naive rates"),
+        (Run(structure="dense"), "dense"),
+        (Run(structure="btt(rank=2, cores=3)"), "btt(rank=2, cores=3)"),
+        (Run(structure="low_rank", layers="hidden"), "low_rank, hidden"),
+        (Run(structure="btt", layers="ffn", aware=False, normalize=True), "btt, ffn, naive rates, normalized"),
+    ],
+    ids=str,
+)
+def test_labels(run: Run, label: str) -> None:
+    assert LineKey.of(run).label == label
+    assert LineKey.of(run).rates == ("aware" if run.aware else "naive")
+
+
+def test_size_rate_and_seed_do_not_part_a_line() -> None:
+    runs = [Run(structure="btt", width=w, lr=lr, seed=s) for w in (16, 32) for lr in (1e-3, 1e-2) for s in (0, 1)]
+    assert {LineKey.of(run) for run in runs} == {BTT}
+
+
+def test_the_baseline_comes_first_and_points_carry_their_width() -> None:
+    lines = points(study()[::-1])
+    assert list(lines) == [BASELINE, BTT, LineKey("kronecker")]
+    assert [p.width for p in lines[BTT]] == [64, 128, 256, 512]
+    assert ordered([LineKey("a"), BASELINE, LineKey("a")]) == [BASELINE, LineKey("a")]
+
+
+def test_failed_runs_give_no_points() -> None:
+    assert points([Record(Run(), "failed", error="it broke")]) == {}
+
+
+def test_times_count_where_a_run_had_its_device_to_itself() -> None:
+    one = record("btt", 64, 10.0)
+    shared = Record(one.run, "done", one.results, one.params, one.macs, one.curve, "", {"at_once": "2"})
+    assert alone(one)
+    assert not alone(shared)
+    assert points([one])[BTT][0].seconds == 6.4
+    assert points([shared])[BTT][0].seconds is None
+
+
+def test_a_line_is_tuned_at_more_than_two_rates() -> None:
+    two = [record("btt", 64, 10.0, lr=lr) for lr in (1e-3, 1e-2)]
+    assert tuned(two) == {}
+    assert tuned([*two, record("btt", 128, 10.0, lr=1e-1)]) == {}
+    assert list(tuned([*two, record("btt", 64, 10.0, lr=1e-1), record("", 64, 10.0)])) == [BTT]

@@ -1,0 +1,128 @@
+"""The HTML report: complete, self-contained, reproducible, and with the sections that an experiment needs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import fields, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="figures need buttress[lab]")
+
+import buttress as bt
+from buttress.lab.analysis.report import command, report
+from buttress.lab.recipes import cifar
+from buttress.lab.runs.config import Run
+from buttress.lab.runs.records import Record, read_records
+from buttress.lab.runs.store import Store
+from synthetic_records import record, study
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and collects what is in them."""
+
+    EMPTY = frozenset({"meta", "br", "img", "hr", "link"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.links += [v for k, v in attrs if v and k in ("src", "href", "xlink:href") and not v.startswith("#")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.EMPTY:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+class TestReport:
+    def test_the_page_is_whole_and_needs_nothing_else(self, tmp_path: Path) -> None:
+        failed = Record(Run(width=7), "failed", error="it <broke>")
+        path = report([*study(), failed], tmp_path / "page.html", "A & B")
+        page = Page()
+        page.feed(path.read_text())
+        assert not page.open
+        assert page.links == []
+        assert "script" not in page.seen
+        assert page.seen.count("svg") == 5
+        text = " ".join(page.text)
+        assert "A & B" in text
+        assert "it <broke>" in text
+        assert "a <GPU>" in text
+        assert "buttress train width=128 structure=btt" in text
+        assert "12 runs" in text
+        assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+
+    def test_the_same_records_give_the_same_page(self, tmp_path: Path) -> None:
+        first, second = (report(study(), tmp_path / f"{i}.html").read_text() for i in range(2))
+        assert first == second
+
+    def test_published_points_are_shown_next_to_ours(self, tmp_path: Path) -> None:
+        setting = {f.name: getattr(cifar.MLP, f.name) for f in fields(Run) if f.name not in ("structure", "width")}
+        text = report(study(**setting), tmp_path / "page.html").read_text()
+        assert "Hollow: published." in text
+        for other in ({}, {"task": "cifar10"}, setting | {"steps": 100}):
+            assert "Hollow" not in report(study(**other), tmp_path / "other.html").read_text()
+
+    def test_learning_rates_get_their_own_figure(self, tmp_path: Path) -> None:
+        tuned = [record("btt", w, 30 + abs(lr - 3e-3) * 1e3, lr=lr) for w in (64, 256) for lr in (1e-3, 3e-3, 1e-2)]
+        text = report(tuned, tmp_path / "page.html").read_text()
+        assert "Train error against learning rate" in text
+        assert "Power laws" not in text
+
+    @pytest.mark.parametrize(
+        ("records", "says"),
+        [
+            ("gpt2-wiki", "Validation loss against MACs per token"),
+            ("gpt2-rates", "Validation loss against learning rate"),
+            ("gpt2-stability", "The largest RMS among the outputs of all blocks"),
+        ],
+    )
+    def test_language_models(self, tmp_path: Path, records: str, says: str) -> None:
+        """The library's own records."""
+        path = Path(__file__).parents[3] / "results" / "h200" / "lab" / f"{records}.jsonl"
+        text = report(read_records(path), tmp_path / "page.html").read_text()
+        assert says in text
+        assert text.count("<svg") == 1
+
+    def test_commands_repeat_the_run(self) -> None:
+        made = Run(structure="btt(rank=2)", width=128, aware=False, lr=1e-4)
+        assert command(made) == 'buttress train width=128 structure="btt(rank=2)" aware=False lr=0.0001'
+
+    def test_nothing_to_report(self, tmp_path: Path) -> None:
+        with pytest.raises(bt.ButtressError, match="there are no records"):
+            report(Store(tmp_path), tmp_path / "page.html")
+
+    @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+    @pytest.mark.parametrize("width", [390, 1200])
+    def test_a_browser_shows_it(self, tmp_path: Path, width: int) -> None:
+        path = report(study(), tmp_path / "page.html")
+        picture = tmp_path / "page.png"
+        done = subprocess.run(
+            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},2400",
+             f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", path.as_uri()],
+            capture_output=True, text=True, timeout=90, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert picture.stat().st_size > 40_000
+        assert "Uncaught" not in done.stderr
+
+    def test_a_failed_study_still_has_a_page(self, tmp_path: Path) -> None:
+        text = report([replace(record(), status="failed", error="no")], tmp_path / "page.html").read_text()
+        assert "What went wrong".lower() in text.lower()
