@@ -99,5 +99,5 @@ class TestImagesInFolders:
             load("imagenet", folder=tmp_path)
         (tmp_path / "train" / "cat" / "1.png").write_bytes(b"meow")
         (tmp_path / "val" / "cat" / "1.png").write_bytes(b"meow")
-        with pytest.raises(DataError, match=r"1\.png is no image"):
+        with pytest.raises(DataError, match=r"1\.png is not an image"):
             next(load("imagenet", folder=tmp_path).test(1))
