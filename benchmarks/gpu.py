@@ -6,8 +6,8 @@ columns called eager are launched one by one from Python. The floor is what the 
 factors' gradients) / bandwidth. "usual" is the method of the BTT paper's and of fly's Monarch code, written anew:
 batched products with tokens as the slow axis, a transposing copy between them, the backward pass by hand.
 
-Writes <out>/layers.csv and <out>/decode.csv, the figure docs/figures/speed.png, and with --table the table of measured speeds
-that the package brings along.
+Writes <out>/layers.csv and <out>/decode.csv, the figure docs/figures/speed.png, and with --table the
+measured-speed table that the package brings along.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Write the generated pages and tables: python docs/generate.py [--check] [--figures]
+"""Write the generated pages and tables: python docs/generate.py [--check] [--figures] [--notebooks]
 
 Pages under docs/reference come from the code. Tables between `<!-- name -->` and `<!-- end -->`, in README.md or any
 page under docs/, come from the records under results/. With --check nothing is written, and the exit status says
-whether every page is up to date. With --figures the figures under docs/figures are drawn too.
+whether every page is up to date. With --figures the figures under docs/figures are drawn too, with --notebooks the
+tutorials are run again and their outputs stored.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from generation import cifar10, compression, gpt2, layer_speed
+from generation import cifar10, compression, gpt2, layer_speed, notebooks
 from generation.pages import PAGES
 
 DOCS = Path(__file__).parent
@@ -67,9 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only report whether the pages are up to date")
     parser.add_argument("--figures", action="store_true", help="also draw the figures")
+    parser.add_argument("--notebooks", action="store_true", help="also run the tutorials and store their outputs")
     options = parser.parse_args()
     if options.figures:
         draw_figures()
+    if options.notebooks:
+        notebooks.execute_all()
     try:
         texts = pages()
     except PageError as error:

@@ -46,7 +46,11 @@ def exponents_table() -> str:
             law = fit([Point(x, y) for x, y in published.TRAIN_ERROR[structure]], window=window)
             refit = f"{law.exponent:.3f} ± {law.exponent_error:.3f}"
         cells.append((name, f"{len(line)}", exponent, minus_dense, refit, f"{value:.3f} ± {error:.3f}"))
-    return table("structure | sizes | exponent | minus dense | published points at these MACs | published", cells)
+    return table(
+        "structure | sizes | exponent | difference from dense | fit to the paper's points in our MAC range | "
+        "exponent given in the paper",
+        cells,
+    )
 
 
 def vit_table() -> str:
@@ -93,7 +97,7 @@ def learning_rates_table() -> str:
         label = (name or "dense") + ("" if aware else ", naive")
         theirs = f"{best_published[0]:g} ({best_published[1]:.1f} %)" if best_published else "not published"
         cells.append((label, str(width), f"{best.run.lr:g} ({best.results['train_error']:.1f} %)", theirs))
-    return table("structure | width | best learning rate | published best", cells)
+    return table("structure | width | best learning rate (train error) | published best (train error)", cells)
 
 
 TABLES = {

@@ -16,7 +16,8 @@ def loss_table() -> str:
         losses = (f"{r.results[k]:.3f}" for k in ("train_loss", "test_loss"))
         cells.append((r.run.structure or "dense", f"{r.run.width}", *costs, *losses, f"{r.results['seconds']:.0f}"))
     return table(
-        "structure | width | parameters | MACs per token | without the head | train loss | validation loss | seconds",
+        "structure | width | parameters | MACs per token | MACs per token without the head | "
+        "train loss | validation loss | seconds",
         cells,
     )
 
@@ -50,8 +51,8 @@ def stability_table() -> str:
         normalized = "yes" if r.run.normalize else "no"
         cells.append((f"{r.run.lr:g}", normalized, *sizes, f"{r.results['test_loss']:.3f}"))
     return table(
-        "lr | normalized | largest RMS of a block's output | at the end | median layer | largest layer | "
-        "validation loss",
+        "lr | normalized | largest RMS of a block's output | final RMS of a block's output | "
+        "median RMS of a layer's output | largest RMS of a layer's output | validation loss",
         cells,
     )
 

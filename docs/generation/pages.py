@@ -43,10 +43,13 @@ def structures_page() -> str:
                 ", ".join(f"{f.name} {number(bt.lr_multiplier(f, chain))}" for f in chain.factors),
             )
         )
-    head = "structure | text | parameters | MACs per token | shared | largest rank | init std | Adam multiplier"
+    head = (
+        "structure | string form | parameters | MACs per token | shared | maximum matrix rank | init std | "
+        "Adam multiplier"
+    )
     intro = (
         f"Every number is derived from the chain. Costs are those of a {SIZE} layer with default options.\n"
-        "A structure is written as text in plans, run fields and on the command line; `buttress.parse` reads it.\n"
+        "Plans, run fields and the command line write a structure as a string; `buttress.parse` reads it.\n"
         "The classes are documented under [structures and chains](api/structures.md).\n\n"
     )
     return NOTE + "# Structures\n\n" + intro + table(head, cells) + "".join(map(structure_section, own_structures()))

@@ -188,7 +188,7 @@ class Chain:
         """Largest possible rank: no more than the fewest numbers held at any point.
 
         Reached by random factors where nothing is padded; padding can cost a little more
-        (docs/theory.md, "Rank").
+        (docs/explanation/theory.md, "Rank").
         """
         held = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)
         return min(self.d_in, self.d_out, *held)
