@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "beside_cpu_torch")]
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -37,6 +39,7 @@ nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # no widgets, and no script fr
 
 # The API, from docstrings in Google style.
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True}
@@ -44,7 +47,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Shape", "notes_style")]
-python_maximum_signature_line_length = 88
+python_maximum_signature_line_length = 110
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 # Names in single backticks link to what the site documents and are plain code otherwise.
@@ -66,3 +69,13 @@ html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+
+def separate_attribute_text(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Keep napoleon from reading "text: more text" in an attribute's docstring as a type and a description."""
+    if what in ("attribute", "data", "property") and lines:
+        lines.insert(0, "\\ ")  # which reStructuredText shows as nothing
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", separate_attribute_text, priority=100)

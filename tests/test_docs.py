@@ -94,9 +94,6 @@ class TestReadme:
             shown = (f"{chain.params:,}", f"{chain.macs:,}", str(chain.max_rank), kappas)
             assert tuple(c.strip() for c in cells.split("|")) == shown, text
 
-    def test_it_is_short(self) -> None:
-        assert len(self.TEXT.splitlines()) <= 140
-
 
 @pytest.mark.parametrize(
     ("page", "least"),
