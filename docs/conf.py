@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -70,12 +71,21 @@ copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
+CODE_OR_ASTERISK = re.compile(r"(`+).*?\1|\*")
 
-def separate_attribute_text(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Keep napoleon from reading "text: more text" in an attribute's docstring as a type and a description."""
+
+def read_as_plain_text(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Adapt docstrings, which are plain text with code in backticks, to reStructuredText.
+
+    Asterisks outside of code are not emphasis. The first line of an attribute's text is not "type: description", as
+    napoleon would read it.
+    """
+    for i, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            lines[i] = CODE_OR_ASTERISK.sub(lambda match: match[0] if match[1] else r"\*", line)
     if what in ("attribute", "data", "property") and lines:
         lines.insert(0, "\\ ")  # which reStructuredText shows as nothing
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("autodoc-process-docstring", separate_attribute_text, priority=100)
+    app.connect("autodoc-process-docstring", read_as_plain_text, priority=100)  # before napoleon
