@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports pytest test-slow test-gpu docs bench bench-gpu sanitize clean
+.PHONY: demo test lint types imports pytest test-slow test-gpu docs notebooks site bench bench-gpu sanitize clean
 
 demo: $(READY)
 	$(BIN)/buttress demo
@@ -30,6 +30,13 @@ test-slow: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py --figures
 
+notebooks: $(READY)
+	$(BIN)/python docs/generate.py --notebooks
+
+# Warnings are errors; nothing is fetched, and the pages open from the file system: docs/_build/html/index.html
+site: $(READY)
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html
+
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
 
@@ -52,4 +59,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build

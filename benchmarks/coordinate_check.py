@@ -65,7 +65,7 @@ def check(structure: bt.Structure, rule: str, structure_aware: bool) -> Coordina
 
 
 def paper_rule() -> AbstractContextManager[object]:
-    """The paper's rule for SGD, which takes each slice for a dense layer of its size (docs/decisions.md)."""
+    """The paper's rule for SGD, which treats each slice as a dense layer (docs/explanation/decisions.md)."""
     return patch.dict(scaling.RULES, {"sgd": lambda d_in, d_out, copies: d_out / d_in})
 
 

@@ -6,8 +6,8 @@ columns called eager are launched one by one from Python. The floor is what the 
 factors' gradients) / bandwidth. "usual" is the method of the BTT paper's and of fly's Monarch code, written again:
 batched matrix products with tokens as the slow axis, a transposing copy between them, the backward pass by hand.
 
-Writes <out>/layers.csv and <out>/decode.csv, the figure docs/speed.png, and with --table the measured speeds that
-the package contains.
+Writes <out>/layers.csv and <out>/decode.csv, the figure docs/figures/speed.png, and with --table the
+measured-speed table that the package brings along.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/h200"), help="folder of the records")
-    parser.add_argument("--figure", type=Path, default=Path("docs/speed.png"))
+    parser.add_argument("--figure", type=Path, default=Path("docs/figures/speed.png"))
     parser.add_argument("--table", type=Path, help="also write the table of measured speeds to this file")
     parser.add_argument("--plot", action="store_true", help="only draw the figure, from the records")
     parser.add_argument("--compile", nargs=2, type=int, metavar=("SHARE", "OF"), help=argparse.SUPPRESS)

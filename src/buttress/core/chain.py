@@ -216,7 +216,7 @@ class Chain:
         """Largest possible rank: no more than the fewest numbers held at any point.
 
         Random factors reach it where nothing is padded; padding can cost a little more
-        (docs/theory.md, "Rank").
+        (docs/explanation/theory.md, "Rank").
         """
         widths = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)
         return min(self.d_in, self.d_out, *widths)

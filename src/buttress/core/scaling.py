@@ -1,4 +1,4 @@
-"""Initial scale and learning rates, from a factor's sizes alone (derivations: docs/theory.md).
+"""Initial scale and learning rates, from a factor's sizes alone (derivations: docs/explanation/theory.md).
 
 A rule is one law: how the right learning rate of a dense d_out by d_in matrix scales with its sizes.
 Everything else is a ratio of two values of that law: factor over layer (the paper's kappa), and
@@ -77,7 +77,7 @@ def lr_multiplier(factor: Factor, chain: Chain, rule: str = "adam") -> float:
     Only plain SGD depends on the size of the gradient. The layer's gradient is spread over all the slices,
     so each gets 1 / blocks of what a dense layer of its size would; the terms of a slice that is shared
     add up like random ones. The paper's rule for SGD leaves this out, and its features stand still as
-    the number of blocks grows (docs/decisions.md).
+    the number of blocks grows (docs/explanation/decisions.md).
 
     Args:
         factor: A factor of `chain`.

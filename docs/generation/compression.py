@@ -1,0 +1,37 @@
+"""Tables of the compressed models."""
+
+from __future__ import annotations
+
+from .markdown import percent, table
+from .records import rows
+
+STAGES = {"plain": "projected", "aware": "projected, input-aware", "healed 1000": "healed, 1000 steps"}
+
+
+def minilm_table() -> str:
+    measured = rows("h200/minilm.csv")
+    stages = list(dict.fromkeys(r["weights"] for r in measured))
+    by_stage = {(r["keep"], r["structure"], r["weights"]): r for r in measured}
+    cells = []
+    for keep, structure in dict.fromkeys((r["keep"], r["structure"]) for r in measured):
+        group = [by_stage.get((keep, structure, stage)) for stage in stages]
+        kept = next(r["kept"] for r in group if r)
+        scores = (f"{r['cosine']} / {r['spearman']} ({float(r['seconds']):.0f} s)" if r else "" for r in group)
+        cells.append((percent(keep), structure, percent(kept), *scores))
+    return table("target | structure | kept | " + " | ".join(STAGES[stage] for stage in stages), cells)
+
+
+def gpt2_wiki_table() -> str:
+    cells = [
+        (
+            percent(r["kept"]),
+            r["heal"] + (", undone" if r["undone"] == "True" else ""),
+            f"{float(r['perplexity']):.1f}",
+            f"{float(r['seconds'] or 0):.0f}",
+        )
+        for r in rows("gpt2_wiki.csv")
+    ]
+    return table("kept MACs | healing steps | perplexity | seconds", cells)
+
+
+TABLES = {"minilm": minilm_table, "gpt2_wiki": gpt2_wiki_table}

@@ -1,0 +1,134 @@
+"""Tables of layer speed, for README.md and docs/results/layer-speed.md."""
+
+from __future__ import annotations
+
+import json
+
+from .markdown import milliseconds, ratio, table
+from .records import RESULTS, rows
+
+QUANTITIES = {
+    "over_floor": "time over floor",
+    "faster_than_linear": "speedup over nn.Linear",
+    "faster_than_usual": "speedup over the permute-and-bmm baseline",
+}
+
+SUMMARY_LAYERS = (
+    ("btt", "1024"),
+    ("btt(rank=4)", "1024"),
+    ("btt", "4096"),
+    ("btt(rank=4)", "4096"),
+    ("monarch(blocks=16)", "4096"),
+)
+
+GOALS = (
+    ("btt", 4096, 4096, {"over_floor": 2.2, "faster_than_linear": 7, "faster_than_usual": 8}),
+    ("btt", 16384, 16384, {"over_floor": 2.2, "faster_than_usual": 8}),
+    ("btt(rank=2)", 4096, 4096, {"over_floor": 3, "faster_than_linear": 4.5}),
+    ("btt(rank=4)", 4096, 4096, {"over_floor": 3, "faster_than_linear": 2.8, "faster_than_usual": 5}),
+    ("btt", 1024, 1024, {"faster_than_linear": 1 / 0.6, "faster_than_usual": 4.5}),
+    ("btt(rank=2)", 1024, 1024, {"faster_than_linear": 1 / 0.85, "faster_than_usual": 4.5}),
+    ("btt(rank=4)", 1024, 1024, {"faster_than_linear": 1 / 1.3, "faster_than_usual": 4.5}),
+    ("btt(rank=2)", 768, 3072, {"faster_than_linear": 1}),
+    ("btt(rank=2)", 1024, 4096, {"faster_than_linear": 1}),
+    ("btt(rank=4)", 1024, 4096, {"faster_than_linear": 1}),
+    ("btt(rank=2)", 4096, 1024, {"faster_than_linear": 1}),
+    ("btt(rank=4)", 4096, 1024, {"faster_than_linear": 1}),
+    ("monarch(blocks=16)", 4096, 4096, {"over_floor": 2, "faster_than_usual": 1}),
+    ("monarch", 4096, 4096, {"over_floor": 2, "faster_than_usual": 1}),
+)
+
+
+def summary_table() -> str:
+    square = {(r["structure"], r["d_in"]): r for r in rows("h200/layers.csv") if r["d_in"] == r["d_out"]}
+    cells = []
+    for structure, width in SUMMARY_LAYERS:
+        r = square[structure, width]
+        times = (f"{milliseconds(r[k])} ms" for k in ("both_ms", "linear_both_ms"))
+        cells.append((f"{structure}, {width}", *times, *(ratio(r[k]) for k in list(QUANTITIES)[1:])))
+    head = "layer | time | nn.Linear of equal width | " + " | ".join(list(QUANTITIES.values())[1:])
+    return table(head, cells)
+
+
+def layers_table() -> str:
+    times = ("forward_ms", "both_ms", "floor_both_ms", "linear_both_ms", "linear_same_macs_both_ms")
+    others = ("usual_both_ms", "bmm_both_ms")
+    cells = (
+        (
+            f"{r['structure']}, {r['d_in']} → {r['d_out']}",
+            r["impl"],
+            *(milliseconds(r[k]) for k in times + others),
+            *(ratio(r[k]) for k in QUANTITIES),
+        )
+        for r in rows("h200/layers.csv")
+    )
+    return table(
+        "layer | kernel | forward | step | floor | nn.Linear | nn.Linear, same MACs | permute-and-bmm | our bmm | "
+        + " | ".join(QUANTITIES.values()),
+        cells,
+    )
+
+
+def goals_table() -> str:
+    measured = {(r["structure"], int(r["d_in"]), int(r["d_out"])): r for r in rows("h200/layers.csv")}
+    cells = []
+    for structure, d_in, d_out, goals in GOALS:
+        for quantity, goal in goals.items():
+            value = float(measured[structure, d_in, d_out][quantity])
+            is_limit = quantity == "over_floor"
+            reached = value <= goal if is_limit else value >= goal
+            bound = f"{'at most' if is_limit else 'at least'} {ratio(f'{goal:.3g}', 2)}"
+            layer = f"{structure}, {d_in} → {d_out}"
+            cells.append((layer, QUANTITIES[quantity], bound, ratio(value, 3), "yes" if reached else "**no**"))
+    return table("layer | quantity | goal | measured | reached", cells)
+
+
+def decode_table() -> str:
+    measured = rows("h200/decode.csv")
+    counts = sorted({int(r["tokens"]) for r in measured})
+    cells = []
+    for structure, width in dict.fromkeys((r["structure"], r["width"]) for r in measured):
+        by_count = {int(r["tokens"]): r for r in measured if (r["structure"], r["width"]) == (structure, width)}
+        times = (f"{1e3 * float(r['forward_ms']):.1f} ({ratio(r['faster_than_linear'])})" for r in
+                 (by_count[count] for count in counts))  # fmt: skip
+        cells.append((f"{structure}, {width}", *times))
+    return table("layer | " + " | ".join(f"{n} token{'s' if n > 1 else ''}" for n in counts), cells)
+
+
+def gpt2_table() -> str:
+    recomputed = {"": "", "*": ", all recomputed", "*.c_[fp]*": ", all but q, k and v recomputed"}
+    cells = (
+        (
+            r["structure"] + recomputed.get(r["recompute"], f", `{r['recompute']}` recomputed"),
+            f"{int(r['parameters']) / 1e6:.0f} M",
+            *(f"{float(r[k]):.1f}" for k in ("graph_step_ms", "step_ms")),
+            *(ratio(r[k]) for k in ("dense_over_graph_step_ms", "dense_over_step_ms")),
+            f"{float(r['peak_gib']):.1f}",
+        )
+        for r in rows("h200/gpt2.csv")
+    )
+    return table(
+        "linear layers | parameters | ms per step | ms per step, no CUDA graph | speedup over dense"
+        " | speedup over dense, no CUDA graph | peak memory, GiB",
+        cells,
+    )
+
+
+def cpu_table() -> str:
+    record = json.loads((RESULTS / "cpu/layer.json").read_text())
+    cells = (
+        (f"`{r['structure']}`", str(r["width"]), ratio(r["ratio"], 1))
+        for r in record["rows"]
+        if r["question"].startswith("nn.Linear")
+    )
+    return table("structure | width | speedup over nn.Linear", cells)
+
+
+TABLES = {
+    "speed": summary_table,
+    "layers": layers_table,
+    "goals": goals_table,
+    "decode": decode_table,
+    "gpt2": gpt2_table,
+    "cpu": cpu_table,
+}

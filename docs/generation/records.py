@@ -1,0 +1,22 @@
+"""Readers of the records under results/."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from buttress.lab.runs.records import Record, read_records
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file under results/."""
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def runs(name: str) -> list[Record]:
+    """Return the run records of one recipe, as trained on the H200."""
+    return read_records(RESULTS / "h200" / "lab" / f"{name}.jsonl")
