@@ -74,7 +74,6 @@ class Assets(HTMLParser):
             self.addresses.append(values.get("href") or "")
 
 
-@pytest.mark.slow
 def test_site_builds_without_warnings_and_needs_no_network(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "cache")]
