@@ -81,7 +81,7 @@ def test_the_version() -> None:
         (("inspect", "btt(rank=0)"), 2, "rank"),
         (("nonsense",), 2, "No such command"),
         (("train", "task=[/x]"), 2, "no task is called '[/x]'"),
-        (("train", "--device", "abacus"), 2, "no device"),
+        (("train", "--device", "abacus"), 2, "is not a device"),
         (("check", "btt", "--widths", "a,b"), 2, "at least two widths"),
     ],
 )

@@ -36,7 +36,7 @@ def run_keys() -> dict[str, Any]:
 class TestRuns:
     def test_keys_of_runs(self) -> None:
         for row in run_keys()["runs"]:
-            assert Run.of(row["fields"]).key == row["key"]
+            assert Run.from_dict(row["fields"]).key == row["key"]
 
     def test_keys_of_recipes(self) -> None:
         for name, keys in run_keys()["recipes"].items():
@@ -49,7 +49,7 @@ class TestRuns:
         assert diverged.metrics["activation/blocks.0"] == [(0, pytest.approx(0.5372, abs=1e-3))]
         assert [step for step, _ in done.metrics["test_loss"]] == [100, 200, 250]
         assert done.results["train_error"] > 0
-        assert done.made_on["buttress"] == "0.1.0"
+        assert done.environment["buttress"] == "0.1.0"
         assert Record.from_json(diverged.to_json()) == diverged
         assert Record.from_json(done.to_json()) == done
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import buttress as bt
 from buttress.compression.projection_store import ProjectionStore
 from buttress.core.chain import Chain
-from buttress.inspection.sites import find
+from buttress.inspection.sites import find_sites
 from buttress.projection import closed_form
 from buttress.projection.closed_form import Draft, Target, draft, refined
 from shared_inputs import net
@@ -80,7 +80,7 @@ def test_a_chosen_plan_is_in_the_store(batches: bool) -> None:
     store = ProjectionStore()
     options = bt.curves(model, moments=inputs, batches=[x] if batches else [], projections=store)
     plan = bt.budget(options, 0.6).plan
-    sites = find(model)
+    sites = find_sites(model)
     projections = {
         e.name: store.finish(e.name, e.structure, sites[e.name].read().weight, inputs[e.name], 4) for e in plan.entries
     }

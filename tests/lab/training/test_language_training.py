@@ -100,7 +100,7 @@ class TestTraining:
             train(run, store=Store(tmp_path), device="cpu", data=data)
         record = Store(tmp_path).get(run)
         assert record is not None
-        assert record.status == "failed"
+        assert record.status == "diverged"
         assert "Try a smaller lr than 30" in record.error
         assert record.metrics["activation/blocks.3"][0][0] == 0
 
