@@ -92,6 +92,10 @@ def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[T
     leaf = x.detach().requires_grad_()
     with torch.no_grad():
         dy = torch.randn_like(call(x))
+    if x.is_cuda:
+        # The first kernel of torch's backward thread sets its CUDA context; if cuBLAS came first, torch would warn.
+        one = torch.ones((), device=x.device, requires_grad=True)
+        torch.autograd.grad(one.exp(), one)
 
     def forward() -> object:
         with torch.no_grad():
