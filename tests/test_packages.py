@@ -15,7 +15,7 @@ import buttress
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "buttress"
-MAX_LINES = 620
+MAX_LINES = 600
 
 
 def modules() -> list[str]:
