@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import buttress as bt
-from buttress.core.scaling import lookup
+from buttress.core.scaling import lookup_slices
 from embedding_models import tied_net
 
 
@@ -121,6 +121,7 @@ def test_the_check_fails_without_the_multipliers(structure: bt.Structure) -> Non
     aware, naive = (
         slopes(WIDTHS, [changes(structure, 4096, w, 1.0, how) for w in WIDTHS])[first] for how in (True, False)
     )
-    growth = np.log(lookup(structure.chain(1024, 4096))[first].fan_in / lookup(structure.chain(64, 4096))[first].fan_in)
+    narrow, wide = (lookup_slices(structure.chain(width, 4096))[first].fan_in for width in (64, 1024))
+    growth = np.log(wide / narrow)
     assert naive == pytest.approx(aware + growth / np.log(16), abs=0.01)
     assert naive > 0.25

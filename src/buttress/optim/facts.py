@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from buttress.core.chain import Chain
-from buttress.core.scaling import lookup
+from buttress.core.scaling import lookup_slices
 from buttress.inspection.names import is_conv1d, join, modules
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
@@ -154,12 +154,12 @@ def _linear_factors(name: str, module: Structured) -> dict[str, ParameterFacts]:
 
 def _embedding_factors(name: str, module: StructuredEmbedding) -> dict[str, ParameterFacts]:
     """Like the rows of a dense embedding, factors whose rows are looked up are not applied to features."""
-    reads = lookup(module.chain)
+    slices = lookup_slices(module.chain)
     return {
         f.name: ParameterFacts(
             kind=f"factor of {module.structure}: rows are looked up",
             layer=name,
-            d_in=round(reads[f.name].fan_in),
+            d_in=round(slices[f.name].fan_in),
             d_out=module.chain.d_in,
             decays=True,
             chain=module.chain,
