@@ -1,4 +1,4 @@
-"""Sizes of tensors."""
+"""Mean square and root mean square of a tensor's entries."""
 
 from __future__ import annotations
 
