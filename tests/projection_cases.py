@@ -42,12 +42,12 @@ def dense_form(structure: bt.Structure, found: bt.Projection, weight: Tensor) ->
 
 
 def capped(structure: bt.Structure, d_in: int, d_out: int) -> Any:
-    """The structure with no rank above its bound, as the refusals advise."""
+    """The structure with no rank above its bound, as the error messages advise."""
     while True:
         try:
             bt.project(structure, torch.eye(d_out, d_in))
         except bt.StructureError as error:
-            advice = re.search(r"at the bond [a-z]+(\d*) is above .* ask for at most (\d+)$", str(error))
+            advice = re.search(r"at the bond [a-z]+(\d*) is above .* use a rank of at most (\d+)$", str(error))
             if advice is None:
                 raise
             most, rank = int(advice[2]), structure.rank  # type: ignore[attr-defined]

@@ -279,7 +279,7 @@ def test_frozen_attention_stays_frozen(options: dict) -> None:
     assert [n for n, p in model.named_parameters() if p.requires_grad] == []
 
 
-def test_integer_masks_are_refused() -> None:
+def test_integer_masks_are_rejected() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2, batch_first=True)})
     bt.replace_(model, {"*": bt.BTT()})
     x = torch.randn(2, 3, 16)

@@ -1,4 +1,4 @@
-"""Multipliers of factors under every rule, extra scales, and what is refused."""
+"""Multipliers of factors under every rule, extra scales, and what is rejected."""
 
 from __future__ import annotations
 

@@ -88,12 +88,12 @@ def test_sizes_and_a_model_are_equal_ways_to_state_the_base(rule):
     check(by_size, multipliers(model, base=bases()["model"], rule=rule))
 
 
-def test_vectors_without_a_base_size_are_refused_where_it_counts():
+def test_vectors_without_a_base_size_are_rejected_where_it_counts():
     with pytest.raises(bt.RuleError, match=r"the sgd rule needs the size of blocks\.0\.norm\.weight at the base width"):
         bt.param_groups(mlp(256, bt.BTT()), LR, base=bases()["sizes"], rule="sgd")
 
 
-def test_a_base_that_names_no_layer_is_refused():
+def test_a_base_that_names_no_layer_is_rejected():
     with pytest.raises(bt.RuleError, match="base names a layer that the model does not have: 'tpyo'"):
         bt.param_groups(MLP(64), LR, base=bases()["d_in"] | {"tpyo": 4})
 

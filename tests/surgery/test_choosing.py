@@ -1,4 +1,4 @@
-"""Which layers a structure or globs select: the head, first matches, splits, and what is refused."""
+"""Which layers a structure or globs select: the head, first matches, splits, and what is rejected."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_densify_without_structured_layers_does_nothing() -> None:
     assert_unchanged(model, before)
 
 
-def test_densify_refuses_a_layer_compiled_by_itself() -> None:
+def test_densify_rejects_a_layer_compiled_by_itself() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     bt.replace_(model, bt.BTT())
     model[0] = torch.compile(model[0], backend="eager")

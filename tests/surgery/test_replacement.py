@@ -139,7 +139,7 @@ def test_projection_of_a_zero_layer() -> None:
     assert not model.mlp[2].to_dense().any()
 
 
-def test_projection_on_meta_is_refused() -> None:
+def test_projection_on_meta_is_rejected() -> None:
     with torch.device("meta"):
         model = Net()
     with pytest.raises(bt.PlanError, match=r"needs the weights.*meta"):
@@ -161,7 +161,7 @@ def test_zero_projects_to_a_zero_start_that_can_learn(structure: bt.Structure) -
         assert layer.factors[last.name].grad.abs().max() > 0
 
 
-def test_weights_that_are_not_numbers_are_refused_by_name() -> None:
+def test_weights_that_are_not_numbers_are_rejected_by_name() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")

@@ -14,7 +14,7 @@ from attention_models import BATCH, EMBED, FULL, HEADS, SOURCE, TARGET, randomiz
 from buttress.nn.attention import PROJECTIONS
 
 nested_prototype = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
-nested_refused = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+nested_rejected = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 
 
 def encoder_layer(**options) -> nn.TransformerEncoderLayer:
@@ -160,7 +160,7 @@ def test_decoder_layer_keeps_its_outputs(batch_first: bool, train: bool) -> None
 
 
 @nested_prototype
-@nested_refused
+@nested_rejected
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["", "batch_first"])
 def test_whole_transformer(batch_first: bool, train: bool) -> None:

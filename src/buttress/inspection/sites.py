@@ -25,7 +25,7 @@ class Site:
     """The module that is removed when the layer is replaced."""
     weight: Tensor | None
     """The parameter that holds the layer's weight, possibly together with others."""
-    refusal_reason: str | None
+    unsupported_reason: str | None
     """Why the layer cannot be replaced, and what to do; None where it can be."""
     read: Callable[[], nn.Linear]
     """The layer as an nn.Linear: the module itself where it is one, else a layer around views of its weights.
@@ -60,7 +60,7 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     for name, module in unique_modules(model):
         if name.startswith(done):
             continue
-        reason = refusal_reason(module, compiled=id(module) in compiled)
+        reason = unsupported_reason(module, compiled=id(module) in compiled)
         if type(module).forward is nn.MultiheadAttention.forward:
             assert isinstance(module, nn.MultiheadAttention)
             done += (f"{name}." if name else "",)
@@ -74,7 +74,7 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                 kind=type(module).__name__,
                 owner=module,
                 weight=module._parameters.get("weight"),
-                refusal_reason=reason,
+                unsupported_reason=reason,
                 read=read,
                 put=partial(put_module, model, name),
             )
@@ -90,7 +90,7 @@ def _projection_sites(
             kind=f"{type(attention).__name__}.{projection}",
             owner=attention,
             weight=attention.out_proj._parameters.get("weight") if projection == "out_proj" else packed,
-            refusal_reason=reason,
+            unsupported_reason=reason,
             read=partial(_read_projection, attention, projection),
             put=partial(_put_projection, model, name, projection),
         )
@@ -127,7 +127,7 @@ def _read_projection(attention: nn.MultiheadAttention, projection: str) -> nn.Li
     return unpacked(attention)[projection]
 
 
-def refusal_reason(module: nn.Module, *, compiled: bool = False) -> str | None:
+def unsupported_reason(module: nn.Module, *, compiled: bool = False) -> str | None:
     """Why a linear layer, embedding or attention cannot be replaced, and what to do about it.
 
     Args:
@@ -176,7 +176,7 @@ def individually_compiled(model: nn.Module) -> set[int]:
     return {id(m._modules["_orig_mod"]) for m in model.modules() if "_orig_mod" in m._modules}
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def check_not_wrapped(model: nn.Module) -> None:
     """Refuse a model that is wrapped for distributed training.
 
     DDP and FSDP keep lists of parameters, so new ones would never be synchronized.

@@ -129,8 +129,8 @@ def _special_reason(model: nn.Module, glob: str, embeddings: Sequence[str]) -> s
 
 def _part_sizes(name: str, split: Split, site: Site) -> tuple[int, ...]:
     """Output sizes of the parts of a fused layer."""
-    if site.refusal_reason:
-        raise PlanError(f"{name}: {site.refusal_reason}")
+    if site.unsupported_reason:
+        raise PlanError(f"{name}: {site.unsupported_reason}")
     out = site.read().out_features
     if isinstance(split, int) and split >= 1:
         sizes = (out // split,) * split

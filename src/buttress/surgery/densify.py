@@ -7,7 +7,7 @@ from torch import nn
 
 from buttress.errors import PlanError
 from buttress.inspection.names import is_conv1d, unique_modules
-from buttress.inspection.sites import individually_compiled, put_module, refuse_wrapped
+from buttress.inspection.sites import individually_compiled, put_module, check_not_wrapped
 from buttress.inspection.ties import declare_tied_weights, tied_modules
 from buttress.nn.attention import PROJECTIONS, ProjectedAttention, linear_from_tensors
 from buttress.nn.embedding import StructuredEmbedding
@@ -41,7 +41,7 @@ def densify_(model: nn.Module) -> nn.Module:
     structured_kinds = (SplitLinear, Structured, ProjectedAttention)
     if isinstance(model, structured_kinds):
         raise PlanError("the model is itself one structured layer, which cannot be turned in place: use to_dense()")
-    refuse_wrapped(model)
+    check_not_wrapped(model)
     compiled = individually_compiled(model)
     if any(isinstance(m, structured_kinds) for m in model.modules() if id(m) in compiled):
         raise PlanError("a structured layer was compiled by itself, and the compiled code keeps it: compile afterwards")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from buttress.errors import PlanError
 from buttress.inspection.names import suggest, unique_modules
-from buttress.inspection.sites import Site, find_sites, refuse_wrapped
+from buttress.inspection.sites import Site, find_sites, check_not_wrapped
 from buttress.inspection.ties import tied_modules
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
@@ -141,7 +141,7 @@ class Plan:
             >>> report = Plan.from_json(text).apply_(model, init="project")
         """
         initialization = Initialization.checked(init, moments, sweeps, projections, dry_run=dry_run)
-        refuse_wrapped(model)
+        check_not_wrapped(model)
         sites = find_sites(model, embeddings=True)
         self._check_fits(sites)
         return apply_entries(model, self.entries, sites, initialization)

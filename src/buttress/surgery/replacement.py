@@ -188,8 +188,8 @@ def _check_replaceable(model: nn.Module, site: Site, remaining: Mapping[int, lis
             "the model is itself one layer, which cannot be replaced in place: use "
             f"{structured_class.__name__}.from_dense, or wrap it in nn.Sequential"
         )
-    if site.refusal_reason:
-        raise PlanError(site.refusal_reason)
+    if site.unsupported_reason:
+        raise PlanError(site.unsupported_reason)
 
 
 def _checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int, ...]:
