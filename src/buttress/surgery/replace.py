@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from buttress.core.structures import Structure
 from buttress.errors import PlanError
-from buttress.inspection.sites import find_sites, check_not_wrapped
+from buttress.inspection.sites import check_not_wrapped, find_sites
 from buttress.projection.closed_form import Projection
 from buttress.surgery.choosing import Split, choose_entries
 from buttress.surgery.exchange import apply_entries

@@ -18,8 +18,8 @@ def test_a_bias_may_be_strided_but_must_have_the_right_length() -> None:
     x = torch.randn(9, 36, device=DEVICE)
     factors = [torch.randn(f.shape, device=DEVICE) for f in chain.factors]
     for bias in (torch.randn(72, device=DEVICE)[::2], torch.randn(1, device=DEVICE).expand(36)):
-        want = ops.apply(chain, x, factors, bias, impl="reference")
-        torch.testing.assert_close(ops.apply(chain, x, factors, bias, impl="triton"), want, rtol=1e-4, atol=1e-4)
+        expected = ops.apply(chain, x, factors, bias, impl="reference")
+        torch.testing.assert_close(ops.apply(chain, x, factors, bias, impl="triton"), expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(bt.ShapeError, match="the bias must have 36 numbers"):
         ops.apply(chain, x, factors, torch.randn(1, device=DEVICE), impl="triton")
     with pytest.raises(bt.ShapeError, match="factor R must have the shape"):

@@ -167,6 +167,7 @@ def _backward_plan(
 
 @lru_cache(maxsize=8)
 def _reduce_launch(device: torch.device, dtype: torch.dtype, scaled: bool) -> Launch:
+    # A launch is compiled for one device and dtype, so both are cache keys.
     return Launch(kernels.reduce_gradients, {"SCALED": scaled, "B": REDUCED_ENTRIES, "num_warps": 4, "num_stages": 1})
 
 
