@@ -58,10 +58,10 @@ def rates(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[flo
     return {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
 
 
-def check(got: Mapping[str, float], wanted: Mapping[str, float]) -> None:
-    assert got.keys() >= wanted.keys()
-    for name, value in wanted.items():
-        assert got[name] == pytest.approx(value, rel=1e-12), name
+def check(actual: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    assert actual.keys() >= expected.keys()
+    for name, value in expected.items():
+        assert actual[name] == pytest.approx(value, rel=1e-12), name
 
 
 def bases() -> dict[str, Any]:

@@ -36,18 +36,18 @@ def matrix(d_out: int, d_in: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(generator.normal(size=(d_out, d_in)) * np.exp(2 * generator.normal(size=(d_out, d_in))))
 
 
-def dense_form(structure: bt.Structure, found: bt.Projection, weight: Tensor) -> Tensor:
+def dense_form(structure: bt.Structure, projection: bt.Projection, weight: Tensor) -> Tensor:
     chain = structure.chain(weight.shape[1], weight.shape[0])
-    return ops.dense(chain, list(found.factors.values()))
+    return ops.dense(chain, list(projection.factors.values()))
 
 
 def capped(structure: bt.Structure, d_in: int, d_out: int) -> Any:
-    """The structure with no rank above its bound, as the refusals advise."""
+    """The structure with no rank above its bound, as the error messages advise."""
     while True:
         try:
             bt.project(structure, torch.eye(d_out, d_in))
         except bt.StructureError as error:
-            advice = re.search(r"at the bond [a-z]+(\d*) is above .* ask for at most (\d+)$", str(error))
+            advice = re.search(r"at the bond [a-z]+(\d*) is above .* use a rank of at most (\d+)$", str(error))
             if advice is None:
                 raise
             most, rank = int(advice[2]), structure.rank  # type: ignore[attr-defined]
@@ -68,5 +68,5 @@ def correlated(d: int, seed: int = 0, count: int = 400) -> Tensor:
     return torch.randn(count, d, generator=generator, dtype=torch.float64) @ mix.T
 
 
-def outputs_off(structure: bt.Structure, found: bt.Projection, w: Tensor, x: Tensor) -> float:
-    return ((x @ (dense_form(structure, found, w) - w).T).norm() / (x @ w.T).norm()).item()
+def outputs_off(structure: bt.Structure, projection: bt.Projection, w: Tensor, x: Tensor) -> float:
+    return ((x @ (dense_form(structure, projection, w) - w).T).norm() / (x @ w.T).norm()).item()

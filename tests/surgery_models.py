@@ -56,15 +56,15 @@ def structured(model: nn.Module) -> dict[str, bt.StructuredLinear]:
 
 def snapshot(model: nn.Module) -> tuple[dict, dict, dict]:
     """Modules, parameters and buffers by identity, and all values."""
-    held = {n: id(p) for n, p in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    tensors = {n: id(p) for n, p in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     values = {n: t.clone() for n, t in model.state_dict().items()}
-    return {n: id(m) for n, m in model.named_modules(remove_duplicate=False)}, held, values
+    return {n: id(m) for n, m in model.named_modules(remove_duplicate=False)}, tensors, values
 
 
 def assert_unchanged(model: nn.Module, before: tuple[dict, dict, dict]) -> None:
-    modules, held, values = snapshot(model)
+    modules, tensors, values = snapshot(model)
     assert modules == before[0]
-    assert held == before[1]
+    assert tensors == before[1]
     torch.testing.assert_close(values, before[2], rtol=0, atol=0)
 
 

@@ -50,7 +50,7 @@ class TestGenerated:
         ("text", "problem"),
         [("<!-- tt -->\n<!-- end -->\n", "no table 'tt'"), ("x\n<!-- end -->\n", "no opening marker")],
     )
-    def test_refuses_what_it_does_not_know(self, generate: dict[str, Any], text: str, problem: str) -> None:
+    def test_rejects_what_it_does_not_know(self, generate: dict[str, Any], text: str, problem: str) -> None:
         with pytest.raises(generate["PageError"], match=problem):
             generate["fill"](text, {"t": lambda: ""})
 

@@ -97,11 +97,11 @@ class TestDurability:
         assert identity((tmp_path / "file").stat()) in flushed
 
     def test_folders_that_cannot_be_flushed_do_no_harm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(descriptor: int) -> None:
+        def reject(descriptor: int) -> None:
             if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 raise OSError("folders cannot be flushed")
 
-        monkeypatch.setattr(os, "fsync", refuse)
+        monkeypatch.setattr(os, "fsync", reject)
         write_text(tmp_path / "file", "content")
         with new_folder(tmp_path / "model") as part:
             (part / "file").touch()
@@ -109,10 +109,10 @@ class TestDurability:
         assert (tmp_path / "model" / "file").exists()
 
     def test_a_file_that_cannot_be_flushed_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(descriptor: int) -> None:
+        def reject(descriptor: int) -> None:
             raise OSError("the disk is full")
 
-        monkeypatch.setattr(os, "fsync", refuse)
+        monkeypatch.setattr(os, "fsync", reject)
         with pytest.raises(OSError, match="disk is full"):
             write_text(tmp_path / "file", "content")
         assert list(tmp_path.iterdir()) == []
@@ -141,7 +141,7 @@ class TestNewFolder:
         assert [p.name for p in (tmp_path / "model").iterdir()] == ["file"]
 
     @pytest.mark.parametrize("kind", ["file", "folder"])
-    def test_what_exists_is_refused(self, tmp_path: Path, kind: str) -> None:
+    def test_what_exists_is_rejected(self, tmp_path: Path, kind: str) -> None:
         target = tmp_path / "model"
         content = target
         if kind == "folder":

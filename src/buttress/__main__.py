@@ -1,4 +1,4 @@
-"""`python -m buttress`, which is also what torchrun starts: torchrun --nproc-per-node 2 -m buttress train ..."""
+"""The command line as `python -m buttress`, and with torchrun: torchrun --nproc-per-node 2 -m buttress train ..."""
 
 from buttress.cli import main
 

@@ -1,8 +1,8 @@
-"""One family of exceptions: `except ButtressError` catches everything the library raises on purpose."""
+"""Exceptions. `except ButtressError` catches every error that the library raises itself."""
 
 
 class ButtressError(Exception):
-    """Base of every error raised by buttress. The message says what was asked, what is needed and what to do."""
+    """Base class of all errors raised by buttress. Messages state the problem and what to do about it."""
 
 
 class ChainError(ButtressError, ValueError):
@@ -10,20 +10,20 @@ class ChainError(ButtressError, ValueError):
 
 
 class StructureError(ButtressError, ValueError):
-    """A structure was given impossible options, or a text that names no structure."""
+    """Options of a structure are invalid, or a text does not name a structure."""
 
 
 class ShapeError(ButtressError, ValueError):
-    """A tensor has the wrong shape for the layer or chain it was given to."""
+    """A tensor or a size does not fit a layer or chain."""
 
 
 class RuleError(ButtressError, ValueError):
-    """An optimizer rule, a base width or a scale that cannot be used."""
+    """An optimizer rule, a learning rate, a base width or a scale cannot be used."""
 
 
 class PlanError(ButtressError, ValueError):
-    """A plan that does not fit the model: nothing was changed."""
+    """A plan does not fit the model, which is unchanged."""
 
 
 class MissingExtraError(ButtressError, ImportError):
-    """An optional dependency is needed for this."""
+    """An optional dependency is missing."""

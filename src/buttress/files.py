@@ -15,7 +15,7 @@ from buttress.errors import PlanError
 
 @contextmanager
 def new_folder(folder: Path | str) -> Iterator[Path]:
-    """A temporary folder that becomes `folder`, durably, when the block ends without an error.
+    """Write a folder completely or not at all: a temporary folder is renamed when the block ends without an error.
 
     Args:
         folder: The final path. It must not exist, or be an empty folder.
@@ -52,21 +52,21 @@ def new_folder(folder: Path | str) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path`, durably, when the block ends without an error.
+    """Replace a file completely or not at all: a temporary file is renamed when the block ends without an error.
 
     Args:
-        path: The final path. Its folder is created where it is missing.
+        path: The final path. Its folder is created if it is missing.
 
     Yields:
-        The path to write to. After an error nothing is left of it, and `path` is unchanged.
+        The path to write to. After an error it is removed, and `path` is unchanged.
 
     Example:
         >>> with replacing(Path("checkpoint.pt")) as part:
         ...     torch.save(state, part)
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not the process id: machines that share a disk may share those. No suffix of its own: a search for "*.jsonl"
-    # must not read half a file.
+    # Not the process id, which machines that share a disk may have in common. The suffix is not the final one, so that
+    # a search for "*.jsonl" does not read half a file.
     part = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
         yield part
@@ -78,19 +78,24 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file in one step, so that no reader ever sees half of it."""
+    """Replace a text file in one step, so that no reader sees half of it.
+
+    Args:
+        path: The file. Its folder is created if it is missing.
+        text: The new contents, written as UTF-8.
+    """
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold an exclusive lock between processes, which ends with the process at the latest.
+    """Hold an exclusive lock between processes during the block.
 
-    Systems without such locks always grant it.
+    The lock is also released if the process is killed. Systems without such locks always grant it.
 
     Args:
-        path: The lock file. Its folder is created where it is missing.
+        path: The lock file. Its folder is created if it is missing.
         wait: Whether to wait for the process that holds the lock.
 
     Yields:
@@ -116,8 +121,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
 
 def _flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
-    # Not every system can flush folders: Windows cannot open them, others need read permission. Their names are then
-    # written when the system chooses.
+    # Not every system can flush folders: Windows cannot open them, others need read permission.
     with suppress(OSError) if path.is_dir() else nullcontext():
         descriptor = os.open(path, os.O_RDONLY)
         try:

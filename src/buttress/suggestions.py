@@ -1,4 +1,4 @@
-"""The end of an error message about an unknown name: what was probably meant, or what exists."""
+"""Suggestions for error messages about unknown names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, valid_names: Iterable[str], *, listed: bool = False) -> str:
-    """The nearest valid name as the end of a sentence, or the list of all names where none is near.
+    """Suggest the closest valid name, or list all names if none is close.
 
     Args:
         name: The name that was not recognized.
         valid_names: All valid names.
-        listed: Whether the message lists the valid names already; without a near name nothing is added then.
+        listed: Whether the message lists the valid names already, so that they are not listed again.
 
     Returns:
         A text to append to an error message.
@@ -33,7 +33,7 @@ def did_you_mean(name: str, valid_names: Iterable[str], *, listed: bool = False)
 
 
 def closest_names(name: str, valid_names: Iterable[str], *, limit: int = 8) -> str:
-    """The names closest to one that was not recognized, as a clause, or the first few where none is close.
+    """List the valid names closest to one that was not recognized, or the first few if none is close.
 
     Args:
         name: The name that was not recognized.

@@ -1,4 +1,4 @@
-"""A chain's groups, counts, refusals, words, and what it is as a value."""
+"""A chain's groups, counts, errors, words, and what it is as a value."""
 
 import doctest
 import os
@@ -133,12 +133,12 @@ REGROUP = {"factors": {"R": "c b d", "L": "g a h"}, "y": "g a", "sizes": SIZES |
         ({"window": "c"}, "a window is 'n w' with n an axis of x and w a new one; got 'c' for x 'c d'"),
     ],
 )
-def test_refusals_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
+def test_errors_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(bt.ChainError, match=re.escape(message)):
         make(**changes)
 
 
-def test_refusals_are_value_errors_of_one_family() -> None:
+def test_errors_are_value_errors_of_one_family() -> None:
     assert issubclass(bt.ChainError, bt.ButtressError)
     assert issubclass(bt.ChainError, ValueError)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 import buttress as bt
-from buttress.core.scaling import lookup, lookup_multiplier, lookup_stds
+from buttress.core.scaling import lookup_multiplier, lookup_slices, lookup_stds
 
 
 def test_reads_of_a_chain() -> None:
     """By hand: what is left to add up when the axes of y are fixed."""
 
     def fan_ins(structure: bt.Structure, number: int, width: int) -> dict[str, float]:
-        return {name: read.fan_in for name, read in lookup(structure.chain(width, number)).items()}
+        return {name: sizes.fan_in for name, sizes in lookup_slices(structure.chain(width, number)).items()}
 
     assert fan_ins(bt.BTT(rank=4), 50257, 768) == {"L": 1, "R": 4}
     assert fan_ins(bt.BTT(rank=(2, 3), cores=3), 1000, 512) == {"G1": 1, "G2": 2, "G3": 3}

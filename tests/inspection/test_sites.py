@@ -1,4 +1,4 @@
-"""Which modules count as linear layers and embeddings, and which of them are refused."""
+"""Which modules count as linear layers and embeddings, and which of them are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import buttress as bt
 from attention_models import EMBED, HEADS
-from buttress.inspection.sites import find_sites, individually_compiled, put_module, refusal_reason
+from buttress.inspection.sites import find_sites, individually_compiled, put_module, unsupported_reason
 from buttress.nn.attention import PROJECTIONS
 from embedding_models import FULL, Net
 from surgery_models import assert_unchanged, conv1d_net, snapshot
@@ -59,7 +59,7 @@ def test_spectral_norm_is_not_even_looked_at() -> None:
     assert_unchanged(model, before)
 
 
-def test_parametrized_attention_is_refused() -> None:
+def test_parametrized_attention_is_rejected() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 2)})
     parametrizations.weight_norm(model["attention"], "in_proj_weight")
     before = snapshot(model)
@@ -69,7 +69,7 @@ def test_parametrized_attention_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
-def test_weight_norm_by_hooks_is_refused() -> None:
+def test_weight_norm_by_hooks_is_rejected() -> None:
     model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
     before = snapshot(model)
     with pytest.raises(bt.PlanError, match="0: "):
@@ -77,7 +77,7 @@ def test_weight_norm_by_hooks_is_refused() -> None:
     assert_unchanged(model, before)
 
 
-def test_parametrized_conv1d_is_refused_or_left_out() -> None:
+def test_parametrized_conv1d_is_rejected_or_left_out() -> None:
     model = conv1d_net()
     parametrizations.weight_norm(model[1])
     before = snapshot(model)
@@ -87,7 +87,7 @@ def test_parametrized_conv1d_is_refused_or_left_out() -> None:
     assert [row.name for row in bt.replace_(model, {"0": bt.BTT()}).rows] == ["0"]
 
 
-def test_a_linear_with_more_than_weight_and_bias_is_refused() -> None:
+def test_a_linear_with_more_than_weight_and_bias_is_rejected() -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(16, 16)
@@ -98,7 +98,7 @@ def test_a_linear_with_more_than_weight_and_bias_is_refused() -> None:
         bt.replace_(model, bt.BTT())
 
 
-def test_sharded_and_replicated_models_are_refused(tmp_path: Path) -> None:
+def test_sharded_and_replicated_models_are_rejected(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
@@ -122,7 +122,7 @@ def test_embeddings_that_do_more(options: dict) -> None:
     assert type(model[0]) is nn.Embedding
 
 
-def test_a_parametrized_embedding_is_refused() -> None:
+def test_a_parametrized_embedding_is_rejected() -> None:
     model = Net()
     nn.utils.parametrizations.weight_norm(model.embed)
     with pytest.raises(bt.PlanError, match=r"embed: its weight is parametrized.*model is unchanged"):
@@ -164,7 +164,7 @@ def test_linear_layers_are_listed_in_order_and_embeddings_on_request() -> None:
     for name, site in sites.items():
         assert site.owner is model.get_submodule(name)
         assert site.weight is model.get_submodule(name).weight
-        assert site.refusal_reason is None
+        assert site.unsupported_reason is None
 
 
 def test_a_shared_layer_is_listed_once() -> None:
@@ -248,18 +248,18 @@ def test_a_layer_that_is_compiled_by_itself_says_so() -> None:
     model = nn.Sequential(torch.compile(nn.Linear(4, 4), backend="eager"), nn.Linear(4, 4))
     sites = find_sites(model)
     assert individually_compiled(model) == {id(sites["0"].owner)}
-    assert "compile after replacing" in sites["0"].refusal_reason
-    assert sites["1"].refusal_reason is None
+    assert "compile after replacing" in sites["0"].unsupported_reason
+    assert sites["1"].unsupported_reason is None
 
 
-def test_reasons_to_refuse_one_by_one() -> None:
-    assert refusal_reason(nn.Linear(4, 4)) is None
-    assert refusal_reason(nn.Embedding(4, 4, padding_idx=1)) is None
-    assert refusal_reason(nn.MultiheadAttention(4, 2)) is None
-    assert refusal_reason(nn.Linear(4, 4), compiled=True).startswith("it was compiled by itself")
-    assert refusal_reason(nn.LazyLinear(4)).startswith("it is lazy")
-    assert refusal_reason(parametrizations.weight_norm(nn.Linear(4, 4))).startswith("its weight is parametrized")
+def test_reasons_to_reject_one_by_one() -> None:
+    assert unsupported_reason(nn.Linear(4, 4)) is None
+    assert unsupported_reason(nn.Embedding(4, 4, padding_idx=1)) is None
+    assert unsupported_reason(nn.MultiheadAttention(4, 2)) is None
+    assert unsupported_reason(nn.Linear(4, 4), compiled=True).startswith("it was compiled by itself")
+    assert unsupported_reason(nn.LazyLinear(4)).startswith("it is lazy")
+    assert unsupported_reason(parametrizations.weight_norm(nn.Linear(4, 4))).startswith("its weight is parametrized")
     attention = nn.MultiheadAttention(4, 2)
     parametrizations.weight_norm(attention.out_proj)
-    assert refusal_reason(attention).startswith("its weight is parametrized")
-    assert "max_norm, sparse" in refusal_reason(nn.Embedding(4, 4, max_norm=1.0, sparse=True))
+    assert unsupported_reason(attention).startswith("its weight is parametrized")
+    assert "max_norm, sparse" in unsupported_reason(nn.Embedding(4, 4, max_norm=1.0, sparse=True))

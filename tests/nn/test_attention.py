@@ -52,13 +52,13 @@ def projected(source: nn.MultiheadAttention) -> bt.ProjectedAttention:
 
 
 def inputs(source: nn.MultiheadAttention, batched: bool, target: int = TARGET, span: int = SOURCE) -> list[Tensor]:
-    found = []
+    tensors = []
     for length, width in ((target, EMBED), (span, source.kdim), (span, source.vdim)):
         shape = (length, width)
         if batched:
             shape = (BATCH, length, width) if source.batch_first else (length, BATCH, width)
-        found.append(torch.randn(shape, dtype=torch.float64, requires_grad=True))
-    return found
+        tensors.append(torch.randn(shape, dtype=torch.float64, requires_grad=True))
+    return tensors
 
 
 def drawn(shape: tuple[int, ...], kind: str) -> Tensor:
@@ -71,30 +71,30 @@ def drawn(shape: tuple[int, ...], kind: str) -> Tensor:
 
 def masks(which: str, batched: bool) -> dict[str, Tensor]:
     attn, pad = MASKS[which]
-    found = {}
+    options = {}
     if attn is not None:
         dims, kind = attn
         lead = () if dims == 2 else ((BATCH if batched else 1) * HEADS,)
-        found["attn_mask"] = drawn((*lead, TARGET, SOURCE), kind)
+        options["attn_mask"] = drawn((*lead, TARGET, SOURCE), kind)
     if pad is not None:
-        found["key_padding_mask"] = drawn((BATCH, SOURCE) if batched else (SOURCE,), pad)
-    return found
+        options["key_padding_mask"] = drawn((BATCH, SOURCE) if batched else (SOURCE,), pad)
+    return options
 
 
 def grads_of_projections(ours: bt.ProjectedAttention, source: nn.MultiheadAttention) -> dict[str, Tensor]:
     """Gradients under the names that nn.MultiheadAttention uses."""
     q, k, v = (getattr(ours, p) for p in PROJECTIONS[:3])
-    found = {"out_proj.weight": ours.out_proj.weight.grad}
+    grads = {"out_proj.weight": ours.out_proj.weight.grad}
     if source.in_proj_weight is not None:
-        found["in_proj_weight"] = torch.cat([m.weight.grad for m in (q, k, v)])
+        grads["in_proj_weight"] = torch.cat([m.weight.grad for m in (q, k, v)])
     else:
-        found |= {f"{p}_weight": getattr(ours, p).weight.grad for p in PROJECTIONS[:3]}
+        grads |= {f"{p}_weight": getattr(ours, p).weight.grad for p in PROJECTIONS[:3]}
     if source.in_proj_bias is not None:
-        found["in_proj_bias"] = torch.cat([m.bias.grad for m in (q, k, v)])
-        found["out_proj.bias"] = ours.out_proj.bias.grad
+        grads["in_proj_bias"] = torch.cat([m.bias.grad for m in (q, k, v)])
+        grads["out_proj.bias"] = ours.out_proj.bias.grad
     if source.bias_k is not None:
-        found |= {"bias_k": ours.bias_k.grad, "bias_v": ours.bias_v.grad}
-    return found
+        grads |= {"bias_k": ours.bias_k.grad, "bias_v": ours.bias_v.grad}
+    return grads
 
 
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "unbatched"])
@@ -106,21 +106,21 @@ def test_same_as_torch(config: str, mask: str, batched: bool) -> None:
     for need, average in ((False, True), (True, True), (True, False)):
         x = inputs(source, batched)
         options = masks(mask, batched) | {"need_weights": need, "average_attn_weights": average}
-        wanted, wanted_weights = source(*x, **options)
-        got, got_weights = ours(*x, **options)
-        torch.testing.assert_close(got, wanted)
+        expected, wanted_weights = source(*x, **options)
+        actual, got_weights = ours(*x, **options)
+        torch.testing.assert_close(actual, expected)
         assert (got_weights is None) == (wanted_weights is None) == (not need)
         if need:
             torch.testing.assert_close(got_weights, wanted_weights)
-        seed = torch.randn_like(wanted)
+        seed = torch.randn_like(expected)
         for p in (*source.parameters(), *ours.parameters()):
             p.grad = None
         torch.testing.assert_close(
-            torch.autograd.grad(got, x, seed, retain_graph=True),
-            torch.autograd.grad(wanted, x, seed, retain_graph=True),
+            torch.autograd.grad(actual, x, seed, retain_graph=True),
+            torch.autograd.grad(expected, x, seed, retain_graph=True),
         )
-        got.backward(seed)
-        wanted.backward(seed)
+        actual.backward(seed)
+        expected.backward(seed)
         torch.testing.assert_close(
             grads_of_projections(ours, source), {n: p.grad for n, p in source.named_parameters()}
         )
@@ -142,9 +142,9 @@ def test_causal(batch_first: bool, need: bool, padded: bool, mask_kind: str) -> 
     options = {"attn_mask": mask, "is_causal": True, "need_weights": need}
     if padded:
         options["key_padding_mask"] = pad
-    wanted, wanted_weights = source(*x, **options)
-    got, got_weights = ours(*x, **options)
-    torch.testing.assert_close(got, wanted)
+    expected, wanted_weights = source(*x, **options)
+    actual, got_weights = ours(*x, **options)
+    torch.testing.assert_close(actual, expected)
     assert (got_weights is None) == (wanted_weights is None)
     if need:
         torch.testing.assert_close(got_weights, wanted_weights)
@@ -180,8 +180,8 @@ def test_dropout(need: bool) -> None:
     assert not torch.allclose(once, calm)
     # The same random numbers are drawn as in torch's own, so the same seed gives the same result.
     torch.manual_seed(1)
-    wanted, wanted_weights = source(*x, need_weights=need)
-    torch.testing.assert_close(once, wanted)
+    expected, wanted_weights = source(*x, need_weights=need)
+    torch.testing.assert_close(once, expected)
     if need:
         torch.testing.assert_close(weights, wanted_weights)
     # On average nothing changes: dropout scales up what it keeps.
@@ -196,10 +196,10 @@ def test_dtype(dtype: torch.dtype, need: bool) -> None:
     exact = copy.deepcopy(source).double()
     x = [t.detach().to(dtype) for t in inputs(source, True)]
     pad = drawn((BATCH, SOURCE), "bool")
-    got = projected(source)(*x, key_padding_mask=pad, need_weights=need)[0]
-    assert got.dtype == dtype
-    wanted = exact(*(t.double() for t in x), key_padding_mask=pad, need_weights=need)[0]
-    assert (got - wanted).norm() < 2 * torch.finfo(dtype).eps * wanted.norm()
+    actual = projected(source)(*x, key_padding_mask=pad, need_weights=need)[0]
+    assert actual.dtype == dtype
+    expected = exact(*(t.double() for t in x), key_padding_mask=pad, need_weights=need)[0]
+    assert (actual - expected).norm() < 2 * torch.finfo(dtype).eps * expected.norm()
 
 
 def test_settings_are_kept() -> None:
@@ -237,13 +237,13 @@ def test_copies(way: str, options: dict) -> None:
             twin = structured_attention(**options)["attention"]
             twin.load_state_dict(model.state_dict())
     x = inputs(model, True)
-    wanted = model(*x)[0]
-    torch.testing.assert_close(twin(*x)[0], wanted, rtol=0, atol=0)
+    expected = model(*x)[0]
+    torch.testing.assert_close(twin(*x)[0], expected, rtol=0, atol=0)
     # A copy indeed: nothing is shared.
     with torch.no_grad():
         for p in twin.parameters():
             p.zero_()
-    torch.testing.assert_close(model(*x)[0], wanted, rtol=0, atol=0)
+    torch.testing.assert_close(model(*x)[0], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("only", ["*", "*.q_proj", "*.[kv]_proj", "*.out_proj"])
@@ -255,19 +255,19 @@ def test_densify(config: str, only: str) -> None:
     assert type(model["attention"]) is bt.ProjectedAttention
     x = inputs(source, True)
     pad = drawn((BATCH, SOURCE), "bool")
-    wanted, weights = model["attention"](*x, key_padding_mask=pad)
+    expected, weights = model["attention"](*x, key_padding_mask=pad)
     assert bt.densify_(model) is model
     dense = model["attention"]
     assert type(dense) is nn.MultiheadAttention
     assert not any(m.training for m in dense.modules())
-    got, got_weights = dense(*x, key_padding_mask=pad)
-    torch.testing.assert_close(got, wanted)
+    actual, got_weights = dense(*x, key_padding_mask=pad)
+    torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(got_weights, weights)
     shapes = {n: (t.shape, t.dtype) for n, t in source.state_dict().items()}
     assert {n: (t.shape, t.dtype) for n, t in dense.state_dict().items()} == shapes
     assert {n for n, _ in dense.named_parameters()} == {n for n, _ in source.named_parameters()}
     source.load_state_dict(dense.state_dict())
-    torch.testing.assert_close(source(*x, key_padding_mask=pad)[0], wanted)
+    torch.testing.assert_close(source(*x, key_padding_mask=pad)[0], expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 6}], ids=["packed", "apart"])
@@ -279,7 +279,7 @@ def test_frozen_attention_stays_frozen(options: dict) -> None:
     assert [n for n, p in model.named_parameters() if p.requires_grad] == []
 
 
-def test_integer_masks_are_refused() -> None:
+def test_integer_masks_are_rejected() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2, batch_first=True)})
     bt.replace_(model, {"*": bt.BTT()})
     x = torch.randn(2, 3, 16)

@@ -23,12 +23,12 @@ from embedding_models import both, dense_of, double, each, few
 def test_any_shape_of_ids(structure, number, width, normalize, shape) -> None:
     module = double(structure, number, width, normalize=normalize)
     ids = torch.randint(0, number, shape)
-    wanted = F.embedding(ids, dense_of(module))
+    expected = F.embedding(ids, dense_of(module))
     for given_ids in (ids, ids.int()):
-        got = module(given_ids)
-        assert got.shape == (*shape, width)
-        assert got.is_contiguous()
-        torch.testing.assert_close(got, wanted)
+        actual = module(given_ids)
+        assert actual.shape == (*shape, width)
+        assert actual.is_contiguous()
+        torch.testing.assert_close(actual, expected)
 
 
 def test_ids_that_are_no_contiguous_tensor() -> None:
@@ -45,8 +45,8 @@ def test_gradients_are_those_of_the_dense_form(structure, number, width, normali
     ids = torch.randint(0, number, (4, 5))
     dy = torch.randn(4, 5, width, dtype=torch.float64)
     ours = torch.autograd.grad(module(ids), list(module.parameters()), dy)
-    wanted = torch.autograd.grad(dense_of(module)[ids], list(module.parameters()), dy)
-    for a, b in zip(ours, wanted, strict=True):
+    expected = torch.autograd.grad(dense_of(module)[ids], list(module.parameters()), dy)
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -57,8 +57,8 @@ def test_padding_gives_no_gradient(structure, number, width) -> None:
     dy = torch.randn(5, width, dtype=torch.float64)
     ours = torch.autograd.grad(module(ids), list(module.parameters()), dy)
     table = dense_of(module)
-    wanted = torch.autograd.grad(F.embedding(ids, table, padding_idx=3), list(module.parameters()), dy)
-    for a, b in zip(ours, wanted, strict=True):
+    expected = torch.autograd.grad(F.embedding(ids, table, padding_idx=3), list(module.parameters()), dy)
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b)
     torch.testing.assert_close(module(ids), table[ids])
 
@@ -111,11 +111,11 @@ def test_ids_that_are_no_numbers_of_rows(dtype: torch.dtype) -> None:
 def test_dtypes(structure, number, width, dtype, digits) -> None:
     module = bt.StructuredEmbedding(number, width, structure, dtype=dtype)
     ids = torch.arange(number)
-    got = module(ids)
-    assert got.dtype == dtype
-    wanted = ops.dense(module.chain, [w.double() for w in module.effective_factors()], impl="reference")
-    assert ((got - wanted).norm() / wanted.norm()).item() < digits
-    got.sum().backward()
+    actual = module(ids)
+    assert actual.dtype == dtype
+    expected = ops.dense(module.chain, [w.double() for w in module.effective_factors()], impl="reference")
+    assert ((actual - expected).norm() / expected.norm()).item() < digits
+    actual.sum().backward()
     assert all(p.grad.dtype == dtype and p.grad.any() for p in module.parameters())
 
 
@@ -124,11 +124,11 @@ def test_dtypes(structure, number, width, dtype, digits) -> None:
 def test_autocast_leaves_it_alone_as_it_leaves_nn_embedding(structure, number, width, normalize) -> None:
     module = bt.StructuredEmbedding(number, width, structure, normalize=normalize)
     ids = torch.arange(number)
-    wanted = module(ids)
+    expected = module(ids)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = module(ids)
-        assert got.dtype == nn.Embedding(3, 3)(ids[:3]).dtype == torch.float32
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        actual = module(ids)
+        assert actual.dtype == nn.Embedding(3, 3)(ids[:3]).dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @few
@@ -183,12 +183,12 @@ def test_meta_then_empty_then_reset() -> None:
 @each
 def test_normalization_formula(structure, number, width) -> None:
     module = double(structure, number, width, normalize=True, std=0.5)
-    wanted = []
+    expected = []
     for f in module.chain.factors:
         w = module.factors[f.name]
-        wanted.append(module.gains[f.name] * w * min(1.0, module.stds[f.name] / w.square().mean().sqrt().item()))
+        expected.append(module.gains[f.name] * w * min(1.0, module.stds[f.name] / w.square().mean().sqrt().item()))
     torch.testing.assert_close(
-        module(torch.arange(number)), ops.dense(module.chain, wanted, impl="reference"), rtol=1e-9, atol=1e-9
+        module(torch.arange(number)), ops.dense(module.chain, expected, impl="reference"), rtol=1e-9, atol=1e-9
     )
 
 
@@ -217,12 +217,12 @@ def test_wrong_arguments(arguments, options, error, says) -> None:
 @pytest.mark.parametrize("std", [1.0, 0.02])
 def test_rows_start_with_the_scale_that_is_asked_for(structure, number, width, std) -> None:
     draws = 60
-    found = []
+    variances = []
     for _ in range(draws):
         table = bt.StructuredEmbedding(number, width, structure, std=std, dtype=torch.float64).to_dense().detach()
-        found.append(table[table != 0].square().mean().item() / std**2)
-    error = np.std(found) / np.sqrt(draws)
-    assert abs(np.mean(found) - 1) < 5 * error
+        variances.append(table[table != 0].square().mean().item() / std**2)
+    error = np.std(variances) / np.sqrt(draws)
+    assert abs(np.mean(variances) - 1) < 5 * error
     assert error < 0.1
 
 
@@ -248,9 +248,9 @@ def test_from_dense(structure, number, width, normalize) -> None:
     with torch.no_grad():
         table.weight.mul_(0.05)
     module = bt.StructuredEmbedding.from_dense(table, structure, normalize=normalize)
-    found = bt.project(structure, table.weight)
+    projection = bt.project(structure, table.weight)
     off = (module.to_dense() - table.weight).norm() / table.weight.norm()
-    assert off.item() == pytest.approx(found.relative_error, abs=1e-9)
+    assert off.item() == pytest.approx(projection.relative_error, abs=1e-9)
     assert module.padding_idx == 2
     assert module.std == pytest.approx(table.weight.square().mean().sqrt().item())
     # Every factor is at the same multiple of the scale that a lookup gives it.

@@ -20,12 +20,12 @@ def test_compile_and_export(structure, number, width) -> None:
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     for shape in ((3, 5), (4, 7)):
         ids = torch.randint(0, number, shape)
-        got, wanted = compiled(ids), module(ids)
-        torch.testing.assert_close(got, wanted)
-        dy = torch.randn_like(got)
+        actual, expected = compiled(ids), module(ids)
+        torch.testing.assert_close(actual, expected)
+        dy = torch.randn_like(actual)
         for a, b in zip(
-            torch.autograd.grad(got, list(module.parameters()), dy),
-            torch.autograd.grad(wanted, list(module.parameters()), dy),
+            torch.autograd.grad(actual, list(module.parameters()), dy),
+            torch.autograd.grad(expected, list(module.parameters()), dy),
             strict=True,
         ):
             torch.testing.assert_close(a, b)
@@ -79,5 +79,5 @@ def test_function_transforms(structure, number, width, normalize) -> None:
             torch.testing.assert_close(apart[name][i], g)
     others = [double(structure, number, width, normalize=normalize) for _ in range(2)]
     state, _ = stack_module_state(others)
-    got = vmap(lambda p: functional_call(module, p, (ids,)))(state)
-    torch.testing.assert_close(got, torch.stack([m(ids) for m in others]))
+    actual = vmap(lambda p: functional_call(module, p, (ids,)))(state)
+    torch.testing.assert_close(actual, torch.stack([m(ids) for m in others]))

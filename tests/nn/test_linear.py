@@ -51,9 +51,9 @@ def test_non_contiguous_input(structure, d_in, d_out):
         torch.testing.assert_close(layer(view), oracle(layer, view), msg=name)
         leaf = view.clone(memory_format=torch.preserve_format).requires_grad_()
         plain = view.contiguous().clone().requires_grad_()
-        got = torch.autograd.grad(layer(leaf).square().sum(), [leaf, *layer.parameters()])
-        want = torch.autograd.grad(oracle(layer, plain).square().sum(), [plain, *layer.parameters()])
-        for a, b in zip(got, want, strict=True):
+        actual = torch.autograd.grad(layer(leaf).square().sum(), [leaf, *layer.parameters()])
+        expected = torch.autograd.grad(oracle(layer, plain).square().sum(), [plain, *layer.parameters()])
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, msg=name)
 
 
@@ -63,9 +63,9 @@ def test_gradients_match_the_definition(structure, d_in, d_out, normalize):
     layer = double(structure, d_in, d_out, normalize=normalize)
     x = torch.randn(5, d_in, dtype=torch.float64, requires_grad=True)
     cotangent = torch.randn(5, d_out, dtype=torch.float64)
-    got = torch.autograd.grad(layer(x), [x, *layer.parameters()], cotangent)
-    want = torch.autograd.grad(oracle(layer, x), [x, *layer.parameters()], cotangent)
-    for a, b in zip(got, want, strict=True):
+    actual = torch.autograd.grad(layer(x), [x, *layer.parameters()], cotangent)
+    expected = torch.autograd.grad(oracle(layer, x), [x, *layer.parameters()], cotangent)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -76,7 +76,7 @@ def test_autocast(structure, d_in, d_out, normalize):
     x = torch.randn(16, d_in, requires_grad=True)
     exact = layer(x)
     cotangent = torch.randn(16, d_out)
-    wanted = torch.autograd.grad(exact, [x, *layer.parameters()], cotangent)
+    expected = torch.autograd.grad(exact, [x, *layer.parameters()], cotangent)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
         linear = nn.Linear(d_in, d_out)(x)
@@ -84,8 +84,8 @@ def test_autocast(structure, d_in, d_out, normalize):
     # bfloat16 keeps 8 bits, and at most four roundings follow one another (x, two bonds, y) in each direction.
     relative = (y.float() - exact).norm() / exact.norm()
     assert 0 < relative < 4 * 2**-8
-    got = torch.autograd.grad(y, [x, *layer.parameters()], cotangent.bfloat16())
-    for p, a, b in zip([x, *layer.parameters()], got, wanted, strict=True):
+    actual = torch.autograd.grad(y, [x, *layer.parameters()], cotangent.bfloat16())
+    for p, a, b in zip([x, *layer.parameters()], actual, expected, strict=True):
         assert a.dtype == p.dtype == torch.float32
         assert (a - b).norm() <= 8 * 2**-8 * b.norm()
 
@@ -132,15 +132,15 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize(("structure", "wanted"), STARTS, ids=[str(s[0]) for s in STARTS])
-def test_reset_parameters_draws_with_the_papers_scale(structure, wanted):
+@pytest.mark.parametrize(("structure", "expected"), STARTS, ids=[str(s[0]) for s in STARTS])
+def test_reset_parameters_draws_with_the_papers_scale(structure, expected):
     layer = bt.StructuredLinear(1024, 1024, structure, normalize=True)
     with torch.no_grad():
         for p in layer.parameters():
             p.fill_(7.0)
     layer.reset_parameters()
-    assert list(layer.factors) == list(wanted)
-    for name, std in wanted.items():
+    assert list(layer.factors) == list(expected)
+    for name, std in expected.items():
         values = layer.factors[name]
         n = values.numel()
         # Five standard errors of the mean and of the standard deviation of n normal draws.
@@ -212,14 +212,14 @@ def test_repr():
 def test_from_dense(structure, d_in, d_out, normalize, bias):
     linear = nn.Linear(d_in, d_out, bias=bias, dtype=torch.float64)
     layer = bt.StructuredLinear.from_dense(linear, structure, normalize=normalize)
-    found = bt.project(structure, linear.weight)
+    projection = bt.project(structure, linear.weight)
     assert layer.structure == structure
     assert layer.normalize is normalize
     assert {p.dtype for p in layer.parameters()} == {torch.float64}
     error = torch.linalg.norm(layer.to_dense() - linear.weight) / torch.linalg.norm(linear.weight)
-    assert error.item() == pytest.approx(found.relative_error, rel=1e-9, abs=1e-12)
+    assert error.item() == pytest.approx(projection.relative_error, rel=1e-9, abs=1e-12)
     for name, effective in zip(layer.factors, layer.effective_factors(), strict=True):
-        torch.testing.assert_close(effective, found.factors[name])
+        torch.testing.assert_close(effective, projection.factors[name])
     if bias:
         assert torch.equal(layer.bias, linear.bias)
         assert layer.bias is not linear.bias

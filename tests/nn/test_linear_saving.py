@@ -1,4 +1,4 @@
-"""StructuredLinear saved, copied and loaded; a checkpoint of something else is refused by name."""
+"""StructuredLinear saved, copied and loaded; a checkpoint of something else is rejected by name."""
 
 from __future__ import annotations
 

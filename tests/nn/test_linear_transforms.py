@@ -60,11 +60,11 @@ def test_per_sample_gradients(structure, d_in, d_out, normalize):
         return functional_call(layer, parameters, (sample,)).square().sum()
 
     parameters = {n: p.detach() for n, p in layer.named_parameters()}
-    got = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    actual = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
     for i, sample in enumerate(x):
-        want = gradients(layer, layer(sample).square().sum(), torch.ones((), dtype=torch.float64))
-        for name, value in want.items():
-            torch.testing.assert_close(got[name][i], value)
+        expected = gradients(layer, layer(sample).square().sum(), torch.ones((), dtype=torch.float64))
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name][i], value)
 
 
 @each
@@ -104,9 +104,9 @@ def test_activation_checkpointing(structure, d_in, d_out, normalize):
     layer = double(structure, d_in, d_out, normalize=normalize)
     x = torch.randn(3, d_in, dtype=torch.float64, requires_grad=True)
     cotangent = torch.randn(3, d_out, dtype=torch.float64)
-    got = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False), [x, *layer.parameters()], cotangent)
-    want = torch.autograd.grad(layer(x), [x, *layer.parameters()], cotangent)
-    for a, b in zip(got, want, strict=True):
+    actual = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False), [x, *layer.parameters()], cotangent)
+    expected = torch.autograd.grad(layer(x), [x, *layer.parameters()], cotangent)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -122,11 +122,11 @@ def check_compiled(layer: bt.StructuredLinear, compiled: nn.Module, d_in: int, b
     x = torch.randn(batch, d_in, dtype=torch.float64, requires_grad=True)
     y = compiled(x)
     cotangent = torch.randn_like(y)
-    got = torch.autograd.grad(y, [x, *layer.parameters()], cotangent)
+    actual = torch.autograd.grad(y, [x, *layer.parameters()], cotangent)
     eager = layer(x)
-    want = torch.autograd.grad(eager, [x, *layer.parameters()], cotangent)
+    expected = torch.autograd.grad(eager, [x, *layer.parameters()], cotangent)
     torch.testing.assert_close(y, eager)
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -200,7 +200,7 @@ def test_onnx_runtime_gives_the_same(tmp_path):
 @both
 def test_meta_device_then_empty_then_reset(structure, d_in, d_out, normalize):
     torch.manual_seed(3)
-    wanted = bt.StructuredLinear(d_in, d_out, structure, normalize=normalize)
+    expected = bt.StructuredLinear(d_in, d_out, structure, normalize=normalize)
     layer = bt.StructuredLinear(d_in, d_out, structure, normalize=normalize, device="meta")
     assert all(p.is_meta for p in layer.parameters())
     assert layer(torch.empty(3, d_in, device="meta")).shape == (3, d_out)
@@ -211,7 +211,7 @@ def test_meta_device_then_empty_then_reset(structure, d_in, d_out, normalize):
     torch.manual_seed(3)
     layer.reset_parameters()
     for name, p in layer.named_parameters():
-        assert torch.equal(p, wanted.get_parameter(name))
+        assert torch.equal(p, expected.get_parameter(name))
     with torch.device("meta"):
         assert all(p.is_meta for p in bt.StructuredLinear(d_in, d_out, structure).parameters())
 
@@ -235,8 +235,8 @@ def test_two_processes_train_as_one(trained, kind, text):
     assert losses[2] != losses[1] != losses[0]
     for result in trained[f"{kind} {text}"]:
         assert not isinstance(result, str), result
-        got, found = result
-        assert got == pytest.approx(losses, rel=1e-10)
-        assert found.keys() == parameters.keys()
+        actual, actual_parameters = result
+        assert actual == pytest.approx(losses, rel=1e-10)
+        assert actual_parameters.keys() == parameters.keys()
         for name, value in parameters.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(actual_parameters[name], value, rtol=1e-8, atol=1e-10)

@@ -31,8 +31,8 @@ def test_normalization_formula(structure, d_in, d_out, size):
         for f in layer.factors.values():
             f.mul_(size)
     for name, effective in zip(layer.factors, layer.effective_factors(), strict=True):
-        want = layer.gains[name].item() * cut(layer.factors[name].detach().numpy(), stds(layer)[name])
-        np.testing.assert_allclose(effective.detach().numpy(), want, rtol=1e-12)
+        expected = layer.gains[name].item() * cut(layer.factors[name].detach().numpy(), stds(layer)[name])
+        np.testing.assert_allclose(effective.detach().numpy(), expected, rtol=1e-12)
 
 
 @each

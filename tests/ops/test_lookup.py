@@ -1,4 +1,4 @@
-"""Looking up rows: on random chains against the dense matrix, with gradients, scales and refusals."""
+"""Looking up rows: on random chains against the dense matrix, with gradients, scales and errors."""
 
 from __future__ import annotations
 

@@ -58,16 +58,16 @@ def test_gradcheck(structure: bt.Structure, number: int, width: int) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that is made; views of what exists do not count."""
+    """Records the size of the largest new tensor; views of existing tensors do not count."""
 
     def __init__(self, existing: list[Tensor]) -> None:
         super().__init__()
-        self.known = {t.untyped_storage().data_ptr() for t in existing}
+        self.existing_pointers = {t.untyped_storage().data_ptr() for t in existing}
         self.size = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self.known:
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self.existing_pointers:
             self.size = max(self.size, out.untyped_storage().nbytes() // out.element_size())
         return out
 
@@ -76,21 +76,21 @@ class Largest(TorchDispatchMode):
 def test_a_lookup_makes_nothing_of_the_size_of_the_vocabulary(rank: int) -> None:
     number, width, tokens = 50257, 64, 3
     module = bt.StructuredEmbedding(number, width, bt.BTT(rank=rank))
-    with torch.no_grad(), Largest(list(module.parameters())) as made:
+    with torch.no_grad(), Largest(list(module.parameters())) as largest:
         module(torch.tensor([1, 50256, 7]))
-    assert made.size == tokens * rank * width
-    # For the gradient the smaller factor is laid out anew; the larger, of which there is a part for every row, never.
-    with Largest(list(module.parameters())) as made:
+    assert largest.size == tokens * rank * width
+    # For the gradient the smaller factor is copied; the larger, which has entries for every row, never is.
+    with Largest(list(module.parameters())) as largest:
         module(torch.tensor([1, 50256, 7]))
-    assert made.size == module.factors["R"].numel() < module.factors["L"].numel() / 20
+    assert largest.size == module.factors["R"].numel() < module.factors["L"].numel() / 20
 
 
 @pytest.mark.parametrize("blocks", [2, 4, 16])
 def test_no_way_to_read_a_factor_is_larger_than_the_other(blocks: int) -> None:
-    """Few large blocks would be copied for every row: there a row is written out over the blocks instead."""
+    """Few large blocks would be copied for every row: the row is expanded over the blocks instead."""
     module = bt.StructuredEmbedding(4096, 64, bt.Monarch(blocks))
     tokens = 50
-    with torch.no_grad(), Largest(list(module.parameters())) as made:
+    with torch.no_grad(), Largest(list(module.parameters())) as largest:
         module(torch.arange(tokens))
-    read, held = module.chain.factors[0].params // blocks, 64
-    assert made.size <= tokens * max(64, min(read, held)) + module.chain.factors[0].params
+    gathered, expanded = module.chain.factors[0].params // blocks, 64
+    assert largest.size <= tokens * max(64, min(gathered, expanded)) + module.chain.factors[0].params

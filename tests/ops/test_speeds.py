@@ -41,7 +41,7 @@ def test_a_broken_table_is_left_alone_with_a_warning(text: bytes) -> None:
     path = speeds.cache_folder() / "test_gpu_9000.json"
     path.write_bytes(text)
     speeds.table.cache_clear()
-    with pytest.warns(UserWarning, match="not a table of measured speeds"):
+    with pytest.warns(UserWarning, match="not a speed table"):
         assert speeds.table(GPU) == ()
     speeds.store_rows(GPU, [row(bt.BTT(), 1024, 64, 1.0, 2.0)])
     assert len(speeds.table(GPU)) == 1
@@ -124,10 +124,10 @@ def test_tf32_has_rows_of_its_own() -> None:
 
 def test_a_time_is_chosen_by_what_is_run_and_who_launches() -> None:
     times = speeds.Times(forward=1.0, both=2.0, forward_eager=3.0, both_eager=4.0)
-    assert times.of(training=False, launched=True) == 1.0
-    assert times.of(training=True, launched=True) == 2.0
-    assert times.of(training=False, launched=False) == 3.0
-    assert times.of(training=True, launched=False) == 4.0
+    assert times.of(training=False, compiled=True) == 1.0
+    assert times.of(training=True, compiled=True) == 2.0
+    assert times.of(training=False, compiled=False) == 3.0
+    assert times.of(training=True, compiled=False) == 4.0
 
 
 def test_a_row_is_the_same_after_it_was_json() -> None:

@@ -17,12 +17,12 @@ from optim_models import LR, RULES, check, mlp, multipliers, rates
 def test_weight_decay_spares_vectors_norms_and_gains():
     model = mlp(64, bt.BTT(), normalize=True)
     model.table = nn.Parameter(torch.zeros(1, 5, 64))
-    found = {r.name: r.weight_decay for r in bt.explain(model, LR, weight_decay=0.1).rows}
-    decayed = {n for n, wd in found.items() if wd == 0.1}
-    assert decayed == {n for n in found if ".factors." in n} | {"head.weight", "table"}
-    assert {wd for n, wd in found.items() if n not in decayed} == {0.0}
+    decays = {r.name: r.weight_decay for r in bt.explain(model, LR, weight_decay=0.1).rows}
+    decayed = {n for n, wd in decays.items() if wd == 0.1}
+    assert decayed == {n for n in decays if ".factors." in n} | {"head.weight", "table"}
+    assert {wd for n, wd in decays.items() if n not in decayed} == {0.0}
     groups = bt.param_groups(model, LR, weight_decay=0.1)
-    assert {n: wd for n, (_, wd) in rates(model, groups).items()} == found
+    assert {n: wd for n, (_, wd) in rates(model, groups).items()} == decays
 
 
 def test_tied_parameters_appear_once_and_are_explained():
@@ -82,16 +82,16 @@ def test_attention_projections():
     assert rows["0.in_proj_bias"].multiplier == 1.0
     # The packed matrix is three of 128 x 128: no rule may see a 384 x 128 one.
     for rule in ("sgd", "muon"):
-        found = multipliers(model, base={"0": (128, 128), "0.out_proj": (128, 128)}, rule=rule)
-        assert found["0.in_proj_weight"] == 1.0
+        actual = multipliers(model, base={"0": (128, 128), "0.out_proj": (128, 128)}, rule=rule)
+        assert actual["0.in_proj_weight"] == 1.0
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_attention_with_keys_and_values_of_other_sizes(rule):
     model = nn.Sequential(nn.MultiheadAttention(64, 4, kdim=32, vdim=16))
-    found = multipliers(model, base=model, rule=rule)
-    assert found.keys() >= {"0.q_proj_weight", "0.k_proj_weight", "0.v_proj_weight"}
-    assert set(found.values()) == {1.0}
+    actual = multipliers(model, base=model, rule=rule)
+    assert actual.keys() >= {"0.q_proj_weight", "0.k_proj_weight", "0.v_proj_weight"}
+    assert set(actual.values()) == {1.0}
 
 
 def test_conv1d_of_transformers():
@@ -137,35 +137,35 @@ def wrapped(tmp_path_factory):
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 @pytest.mark.parametrize("kind", ["plain", "ddp", "compiled ddp", "ddp compiled", "fsdp"])
 def test_wrapping_and_sharding_change_nothing(wrapped, kind, rule):
-    wanted = rates_of(Net(64, bt.BTT(rank=2)), rule)
+    expected = rates_of(Net(64, bt.BTT(rank=2)), rule)
     for result in wrapped[f"{kind} {rule}"]:
         assert not isinstance(result, str), result
-        assert result == wanted
+        assert result == expected
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_copies_and_compiled_models_have_the_same_rates(rule):
     model = Net(64, bt.BTT(rank=2))
-    wanted = rates_of(model, rule)
-    assert len(wanted) > 15
-    assert rates_of(copy.deepcopy(model), rule) == wanted
-    assert rates_of(torch.compile(model, backend="eager"), rule) == wanted
+    expected = rates_of(model, rule)
+    assert len(expected) > 15
+    assert rates_of(copy.deepcopy(model), rule) == expected
+    assert rates_of(torch.compile(model, backend="eager"), rule) == expected
     loaded = Net(64, bt.BTT(rank=2))
     loaded.load_state_dict(model.state_dict(), assign=True)
     loaded.head.weight = loaded.embed.weight
     loaded.fixed.requires_grad_(False)
-    assert rates_of(loaded, rule) == wanted
+    assert rates_of(loaded, rule) == expected
     inside = Net(64, bt.BTT(rank=2))
     inside.up, inside.norm = (torch.compile(m, backend="eager") for m in (inside.up, inside.norm))
-    assert rates_of(inside, rule) == wanted
+    assert rates_of(inside, rule) == expected
     with torch.device("meta"):
-        assert rates_of(Net(64, bt.BTT(rank=2)), rule) == wanted
+        assert rates_of(Net(64, bt.BTT(rank=2)), rule) == expected
 
 
 def test_checkpointed_blocks_have_the_same_rates():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = Net(64, bt.BTT(rank=2))
-    wanted = rates_of(model, "adam")
+    expected = rates_of(model, "adam")
     model.up = checkpoint_wrapper(model.up)
-    assert rates_of(model, "adam") == wanted
+    assert rates_of(model, "adam") == expected

@@ -38,8 +38,8 @@ def test_few_groups_for_a_deep_model():
         with torch.device("meta"):
             model, base = mlp(1024, bt.BTT(), depth), MLP(64, depth)
         groups = bt.param_groups(model, LR, base=base, weight_decay=0.1, scale=SCALE)
-        found = sorted((round(g["lr_multiplier"], 9), g["weight_decay"]) for g in groups)
-        assert found == [(0.0625, 0.1), (0.1, 0.0), (1.0, 0.0), (1.0, 0.1), (2.0, 0.1), (2.4, 0.1), (3.2, 0.1)]
+        settings = sorted((round(g["lr_multiplier"], 9), g["weight_decay"]) for g in groups)
+        assert settings == [(0.0625, 0.1), (0.1, 0.0), (1.0, 0.0), (1.0, 0.1), (2.0, 0.1), (2.4, 0.1), (3.2, 0.1)]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -68,8 +68,8 @@ def test_muon_leaves_vectors_and_embeddings_to_adam():
     rules = {}
     for group in bt.param_groups(model, LR, rule="muon"):
         rules |= {id(p): group["rule"] for p in group["params"]}
-    found = {n: rules[id(p)] for n, p in model.named_parameters() if p.requires_grad}
-    muon = {n for n, rule in found.items() if rule == "muon"}
+    rule_by_name = {n: rules[id(p)] for n, p in model.named_parameters() if p.requires_grad}
+    muon = {n for n, rule in rule_by_name.items() if rule == "muon"}
     assert muon == {
         "conv.weight",
         "attn.in_proj_weight",
@@ -79,7 +79,7 @@ def test_muon_leaves_vectors_and_embeddings_to_adam():
         "down.factors.R",
         "down.factors.L",
     }
-    assert set(found.values()) == {"muon", "adam"}
+    assert set(rule_by_name.values()) == {"muon", "adam"}
 
 
 OPTIMIZERS = {
@@ -96,9 +96,9 @@ OPTIMIZERS = {
 def test_torch_optimizers_take_the_groups(name):
     model = mlp(64, bt.BTT(), normalize=True).double()
     groups = bt.param_groups(model, LR, base=MLP(32), weight_decay=0.01)
-    wanted = rates(model, groups)
+    expected = rates(model, groups)
     optimizer = OPTIMIZERS[name](groups)
-    assert rates(model, optimizer.param_groups) == wanted
+    assert rates(model, optimizer.param_groups) == expected
     assert all("lr_multiplier" in g for g in optimizer.param_groups)
     for _ in range(2):
         optimizer.zero_grad()
@@ -113,14 +113,14 @@ def test_torch_optimizers_take_the_groups(name):
 def test_each_parameter_really_moves_at_its_rate():
     """One step of plain SGD is minus rate times gradient."""
     model = mlp(64, bt.BTT(rank=2), normalize=True).double()
-    wanted = {r.name: r.lr for r in bt.explain(model, LR, base=MLP(32), rule="sgd").rows}
+    expected = {r.name: r.lr for r in bt.explain(model, LR, base=MLP(32), rule="sgd").rows}
     optimizer = torch.optim.SGD(bt.param_groups(model, LR, base=MLP(32), rule="sgd"))
     model(torch.randn(4, 3072, dtype=torch.float64)).square().mean().backward()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer.step()
-    assert len(set(wanted.values())) > 4
+    assert len(set(expected.values())) > 4
     for n, p in model.named_parameters():
-        torch.testing.assert_close(p.detach() - before[n], -wanted[n] * p.grad, rtol=1e-9, atol=1e-14)
+        torch.testing.assert_close(p.detach() - before[n], -expected[n] * p.grad, rtol=1e-9, atol=1e-14)
 
 
 STEPS = 20
@@ -156,7 +156,7 @@ def test_schedulers_keep_the_ratios(name):
     assert len(set(multiplier)) > 3
     optimizer = torch.optim.AdamW(groups)
     scheduler = SCHEDULERS[name](optimizer)
-    seen = set()
+    rates = set()
     for step in range(1, STEPS):
         model.head.bias.grad = torch.ones_like(model.head.bias)
         optimizer.step()
@@ -164,8 +164,8 @@ def test_schedulers_keep_the_ratios(name):
         base = {g["lr"] / m for g, m in zip(optimizer.param_groups, multiplier, strict=True)}
         assert max(base) == pytest.approx(min(base), rel=1e-9)
         assert min(base) > 0
-        seen.add(round(min(base), 12))
-    assert len(seen) > STEPS // 2, "the scheduler did nothing"
+        rates.add(round(min(base), 12))
+    assert len(rates) > STEPS // 2, "the scheduler did nothing"
 
 
 def test_stopping_and_continuing_is_bit_identical():

@@ -1,4 +1,4 @@
-"""Multipliers of factors under every rule, extra scales, and what is refused."""
+"""Multipliers of factors under every rule, extra scales, and what is rejected."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from optim_models import LR, MLP, check, mlp, multipliers
 
 
 def test_factors_without_base_get_kappa_alone():
-    got = multipliers(
+    actual = multipliers(
         mlp(1024, {"*up": bt.BTT(rank=4), "*down": bt.LowRank(rank=32), "input": bt.TensorTrain(rank=16)})
     )
-    wanted = {
+    expected = {
         "blocks.0.up.factors.R": 16.0,  # 1024 / (32 * 2)
         "blocks.0.up.factors.L": 4.0,  # 1024 / (32 * 4 * 2)
         "blocks.0.down.factors.V": 0.5,  # 4096 / (4096 * 2)
@@ -23,7 +23,7 @@ def test_factors_without_base_get_kappa_alone():
         "head.weight": 1.0,
         "blocks.0.up.bias": 1.0,
     }
-    check(got, wanted)
+    check(actual, expected)
 
 
 def test_three_factors_share_the_change_in_three():
@@ -60,14 +60,14 @@ RULE_VALUES = {
 @pytest.mark.parametrize("rule", RULE_VALUES)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_other_rules(rule, normalize):
-    got = multipliers(mlp(256, bt.BTT(), normalize=normalize), base=MLP(64), rule=rule)
-    wanted = RULE_VALUES[rule]
+    actual = multipliers(mlp(256, bt.BTT(), normalize=normalize), base=MLP(64), rule=rule)
+    expected = RULE_VALUES[rule]
     for name in ("up", "down"):
-        check(got, {f"blocks.0.{name}.factors.{f}": value for f, value in zip("RL", wanted[name], strict=True)})
+        check(actual, {f"blocks.0.{name}.factors.{f}": value for f, value in zip("RL", expected[name], strict=True)})
         if normalize:
-            check(got, {f"blocks.0.{name}.gains.{f}": 1.0 for f in "RL"})
-    check(got, {"head.weight": wanted["head"], "head.bias": 1.0})
-    check(got, {"blocks.0.down.bias": wanted["down bias"], "blocks.0.norm.weight": wanted["norm"]})
+            check(actual, {f"blocks.0.{name}.gains.{f}": 1.0 for f in "RL"})
+    check(actual, {"head.weight": expected["head"], "head.bias": 1.0})
+    check(actual, {"blocks.0.down.bias": expected["down bias"], "blocks.0.norm.weight": expected["norm"]})
 
 
 def test_naive_rule_gives_factors_the_dense_rate():
@@ -88,8 +88,8 @@ def test_naive_rule_gives_factors_the_dense_rate():
 def test_first_matching_scale_wins():
     scale = {"blocks.0.*": 0.5, "*.up.*": 0.25, "*": 2.0}
     plain = multipliers(mlp(64, bt.BTT()))
-    found = multipliers(mlp(64, bt.BTT()), scale=scale)
-    for name, value in found.items():
+    actual = multipliers(mlp(64, bt.BTT()), scale=scale)
+    for name, value in actual.items():
         factor = 0.5 if name.startswith("blocks.0.") else 0.25 if ".up." in name else 2.0
         assert value == pytest.approx(factor * plain[name], rel=1e-12), name
 

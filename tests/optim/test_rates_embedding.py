@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import buttress as bt
-from buttress.core.scaling import lookup
+from buttress.core.scaling import lookup_slices
 from embedding_models import tied_net
 
 
@@ -30,19 +30,19 @@ def test_multipliers_by_hand() -> None:
 
 def test_transfer_is_that_of_a_dense_embedding() -> None:
     def model(width: int, structure: bt.Structure | None) -> nn.Module:
-        made = nn.ModuleDict({"wte": nn.Embedding(100, width), "fc": nn.Linear(width, width)})
+        network = nn.ModuleDict({"wte": nn.Embedding(100, width), "fc": nn.Linear(width, width)})
         if structure is not None:
-            bt.replace_(made, {"wte": structure})
-        return made
+            bt.replace_(network, {"wte": structure})
+        return network
 
-    for rule, wanted in (("adam", 1.0), ("muon", 1.0), ("sgd", 4.0)):
+    for rule, expected in (("adam", 1.0), ("muon", 1.0), ("sgd", 4.0)):
         for base in (model(16, None), model(16, bt.Dense()), model(16, bt.BTT())):
             (row,) = (r for r in bt.explain(model(64, bt.Dense()), 1.0, base=base, rule=rule).rows if "wte" in r.name)
-            assert row.multiplier == pytest.approx(wanted)
+            assert row.multiplier == pytest.approx(expected)
             (row,) = (r for r in bt.explain(model(64, None), 1.0, base=base, rule=rule).rows if "wte" in r.name)
-            assert row.multiplier == pytest.approx(wanted)
-    made = model(64, bt.BTT())
-    rules = {n: g["rule"] for g in bt.param_groups(made, 1.0, rule="muon") for n, p in made.named_parameters()
+            assert row.multiplier == pytest.approx(expected)
+    network = model(64, bt.BTT())
+    rules = {n: g["rule"] for g in bt.param_groups(network, 1.0, rule="muon") for n, p in network.named_parameters()
              for q in g["params"] if p is q}  # fmt: skip
     assert rules["wte.factors.L"] == rules["wte.factors.R"] == "adam"
     assert rules["fc.weight"] == "muon"
@@ -88,16 +88,16 @@ def changes(
         return (module(ids) - before).square().mean().sqrt().item() / lr
 
     with torch.no_grad():
-        found = {"all": moved()}
+        changes_by_name = {"all": moved()}
         for name in new:
             for other, p in module.factors.items():
                 p.copy_(new[other] if other == name else old[other])
-            found[name] = moved()
-    return found
+            changes_by_name[name] = moved()
+    return changes_by_name
 
 
-def slopes(sizes: tuple[int, ...], found: list[dict[str, float]]) -> dict[str, float]:
-    return {n: float(np.polyfit(np.log(sizes), np.log([f[n] for f in found]), 1)[0]) for n in found[0]}
+def slopes(sizes: tuple[int, ...], measurements: list[dict[str, float]]) -> dict[str, float]:
+    return {n: float(np.polyfit(np.log(sizes), np.log([f[n] for f in measurements]), 1)[0]) for n in measurements[0]}
 
 
 @pytest.mark.parametrize("std", [1.0, 0.02])
@@ -108,10 +108,10 @@ def test_rows_change_as_much_at_every_width_and_vocabulary(structure: bt.Structu
     assert max(map(abs, by_width.values())) < TOLERANCE, by_width
     assert max(map(abs, by_number.values())) < 0.1, by_number
     # And about as much as in a dense embedding, whatever the size of its rows, each factor having its part.
-    found = changes(structure, 4096, 256, std)
+    measured = changes(structure, 4096, 256, std)
     k = len(structure.chain(256, 4096).factors)
-    assert 0.3 < found["all"] < 1.1
-    assert all(0.2 / k < part < 1.2 / k for name, part in found.items() if name != "all"), found
+    assert 0.3 < measured["all"] < 1.1
+    assert all(0.2 / k < part < 1.2 / k for name, part in measured.items() if name != "all"), measured
 
 
 @pytest.mark.parametrize("structure", [bt.LowRank(), bt.Monarch(4)], ids=str)
@@ -121,6 +121,7 @@ def test_the_check_fails_without_the_multipliers(structure: bt.Structure) -> Non
     aware, naive = (
         slopes(WIDTHS, [changes(structure, 4096, w, 1.0, how) for w in WIDTHS])[first] for how in (True, False)
     )
-    growth = np.log(lookup(structure.chain(1024, 4096))[first].fan_in / lookup(structure.chain(64, 4096))[first].fan_in)
+    narrow, wide = (lookup_slices(structure.chain(width, 4096))[first].fan_in for width in (64, 1024))
+    growth = np.log(wide / narrow)
     assert naive == pytest.approx(aware + growth / np.log(16), abs=0.01)
     assert naive > 0.25

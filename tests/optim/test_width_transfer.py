@@ -54,9 +54,9 @@ MONARCH_256 = {
 @pytest.mark.parametrize("kind", list(bases()))
 def test_worked_example_btt(kind):
     model = mlp(1024, bt.BTT())
-    got = multipliers(model, base=bases()[kind], scale=SCALE)
-    assert got.keys() == BTT_1024.keys()
-    check(got, BTT_1024)
+    actual = multipliers(model, base=bases()[kind], scale=SCALE)
+    assert actual.keys() == BTT_1024.keys()
+    check(actual, BTT_1024)
 
 
 @pytest.mark.parametrize("kind", list(bases()))
@@ -65,9 +65,14 @@ def test_worked_example_monarch(kind):
 
 
 def test_worked_example_dense():
-    got = multipliers(MLP(1024), base=MLP(64), scale=SCALE)
-    wanted = {"input.weight": 0.1, "blocks.0.up.weight": 0.0625, "blocks.0.down.weight": 0.0625, "head.weight": 0.0625}
-    check(got, wanted | {"input.bias": 0.1, "blocks.1.norm.weight": 1.0, "blocks.1.down.bias": 1.0})
+    actual = multipliers(MLP(1024), base=MLP(64), scale=SCALE)
+    expected = {
+        "input.weight": 0.1,
+        "blocks.0.up.weight": 0.0625,
+        "blocks.0.down.weight": 0.0625,
+        "head.weight": 0.0625,
+    }
+    check(actual, expected | {"input.bias": 0.1, "blocks.1.norm.weight": 1.0, "blocks.1.down.bias": 1.0})
 
 
 @pytest.mark.parametrize("rule", ["sgd", "muon"])
@@ -88,12 +93,12 @@ def test_sizes_and_a_model_are_equal_ways_to_state_the_base(rule):
     check(by_size, multipliers(model, base=bases()["model"], rule=rule))
 
 
-def test_vectors_without_a_base_size_are_refused_where_it_counts():
+def test_vectors_without_a_base_size_are_rejected_where_it_counts():
     with pytest.raises(bt.RuleError, match=r"the sgd rule needs the size of blocks\.0\.norm\.weight at the base width"):
         bt.param_groups(mlp(256, bt.BTT()), LR, base=bases()["sizes"], rule="sgd")
 
 
-def test_a_base_that_names_no_layer_is_refused():
+def test_a_base_that_names_no_layer_is_rejected():
     with pytest.raises(bt.RuleError, match="base names a layer that the model does not have: 'tpyo'"):
         bt.param_groups(MLP(64), LR, base=bases()["d_in"] | {"tpyo": 4})
 
@@ -117,21 +122,21 @@ def test_structured_attention_finds_its_base(rule):
 
     model = net(256)
     bt.replace_(model, {"0.*": bt.BTT()})
-    found = multipliers(model, base=net(64), rule=rule)
+    actual = multipliers(model, base=net(64), rule=rule)
     # A square layer: base 64, 256 = 16 * 16. Adam 64/256 * 256/(16*2) = 2; Muon 1 * 1 / 2; SGD 16 blocks of that.
-    wanted = {"adam": 2.0, "sign": 2.0, "muon": 0.5, "sgd": 8.0}[rule]
+    expected = {"adam": 2.0, "sign": 2.0, "muon": 0.5, "sgd": 8.0}[rule]
     for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        check(found, {f"0.{part}.factors.{f}": wanted for f in "RL"})
+        check(actual, {f"0.{part}.factors.{f}": expected for f in "RL"})
 
 
 def test_split_layer_finds_the_fused_one():
     model = fused(256)
     bt.replace_(model, {"attn.qkv": bt.BTT()}, split={"attn.qkv": 3})
     for base in (fused(64), {"attn.qkv": 64, "head": 64}):
-        found = multipliers(model, base=base)
+        actual = multipliers(model, base=base)
         for i in range(3):
             # 64/256 * 256/(16*2)
-            check(found, {f"attn.qkv.parts.{i}.factors.{f}": 2.0 for f in "RL"})
+            check(actual, {f"attn.qkv.parts.{i}.factors.{f}": 2.0 for f in "RL"})
 
 
 @pytest.mark.parametrize("rule", RULES)

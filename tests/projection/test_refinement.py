@@ -55,11 +55,11 @@ def test_low_rank_on_known_inputs_is_the_best_there_is(i: int, o: int, rank: int
     structure = capped(bt.LowRank(rank=rank), i, o)
     w, x = matrix(o, i, seed), correlated(i, seed)
     h = x.T @ x
-    found = bt.project(structure, w, moments=h, damping=1e-6, sweeps=0)
+    projection = bt.project(structure, w, moments=h, damping=1e-6, sweeps=0)
     full = torch.linalg.cholesky(h + 1e-6 * h.diagonal().mean() * torch.eye(i, dtype=h.dtype))
     values = torch.linalg.svdvals(w @ full)
     best = (values[structure.rank :].norm() / values.norm()).item()
-    assert found.output_error == pytest.approx(best, rel=1e-6, abs=1e-9)
+    assert projection.output_error == pytest.approx(best, rel=1e-6, abs=1e-9)
 
 
 def test_blocks_that_do_not_mix_are_solved_at_once() -> None:
@@ -85,7 +85,7 @@ def test_each_factor_of_a_sweep_is_at_its_best(monkeypatch: pytest.MonkeyPatch) 
             torch.randn(f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) for f in chain.factors
         ]
         for at, factor in enumerate(factors):
-            found = refinement.best_factor(chain, factors, at, x @ w.T, x)
+            solution = refinement.best_factor(chain, factors, at, x @ w.T, x)
             columns = []
             for n in range(factor.numel()):
                 unit = torch.zeros(factor.numel(), dtype=torch.float64)
@@ -95,10 +95,10 @@ def test_each_factor_of_a_sweep_is_at_its_best(monkeypatch: pytest.MonkeyPatch) 
             best = (
                 system @ torch.linalg.lstsq(system, (x @ w.T).flatten()[:, None], driver="gelsd").solution
             ).flatten()
-            reached = ops.apply(chain, x, [*factors[:at], found, *factors[at + 1 :]]).flatten()
-            wanted = (x @ w.T).flatten()
-            start = (ops.apply(chain, x, factors).flatten() - wanted).norm()
-            assert (reached - wanted).norm() - (best - wanted).norm() < 1e-4 * start, (text, at)
+            reached = ops.apply(chain, x, [*factors[:at], solution, *factors[at + 1 :]]).flatten()
+            expected = (x @ w.T).flatten()
+            start = (ops.apply(chain, x, factors).flatten() - expected).norm()
+            assert (reached - expected).norm() - (best - expected).norm() < 1e-4 * start, (text, at)
 
 
 def test_moments_must_be_those_of_inputs() -> None:

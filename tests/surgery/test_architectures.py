@@ -152,8 +152,8 @@ def test_learns(case: Case) -> None:
             assert value.grad.isfinite().all(), f"{name}.{factor}"
             assert value.grad.any(), f"{name}.{factor}"
     optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters()}
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in model.parameters()}
     losses = []
     for _ in range(8):
         optimizer.zero_grad()
@@ -169,9 +169,9 @@ def test_full_rank_projection_keeps_the_logits(case: Case) -> None:
     model = case.build().eval()
     x = case.example()
     with torch.no_grad():
-        wanted = logits(model, x)
+        expected = logits(model, x)
         report = bt.replace_(model, FULL, init="project", split=case.split)
-        torch.testing.assert_close(logits(model, x), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+        torch.testing.assert_close(logits(model, x), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     assert all(row.projection_error < 1e-5 for row in report.rows)
 
 
@@ -204,9 +204,9 @@ def test_densify_keeps_the_logits(case: Case) -> None:
     bt.replace_(model, bt.BTT(rank=2), split=case.split)
     x = case.example()
     with torch.no_grad():
-        wanted = logits(model, x)
+        expected = logits(model, x)
         bt.densify_(model)
-        torch.testing.assert_close(logits(model, x), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+        torch.testing.assert_close(logits(model, x), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     assert not structured(model)
     assert sorted(model.state_dict()) == sorted(keys)
 
@@ -269,11 +269,11 @@ def test_conv1d_is_read_the_right_way_round() -> None:
     conv = model.transformer.h[0].mlp.c_fc
     nn.init.normal_(conv.bias)
     x = torch.randn(3, 32)
-    wanted, weight = conv(x), conv.weight.detach().T
+    expected, weight = conv(x), conv.weight.detach().T
     bt.replace_(model, {"*.c_fc": FULL}, init="project")
     new = model.transformer.h[0].mlp.c_fc
     assert (new.in_features, new.out_features) == (32, 128)
-    torch.testing.assert_close(new(x), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(new(x), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(new.to_dense(), weight, rtol=1e-5, atol=1e-5)
     assert new.bias is conv.bias
 

@@ -1,4 +1,4 @@
-"""Which layers a structure or globs select: the head, first matches, splits, and what is refused."""
+"""Which layers a structure or globs select: the head, first matches, splits, and what is rejected."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def test_first_match_wins_and_none_leaves_alone() -> None:
     model = Net()
     plan = {"blocks.0.*": None, "*.qkv": bt.Monarch(blocks=4), "blocks.*": bt.BTT(rank=2), "mlp.0": bt.LowRank(rank=3)}
     report = bt.replace_(model, plan)
-    found = {row.name: row.structure for row in report.rows}
-    assert found == {
+    structures = {row.name: row.structure for row in report.rows}
+    assert structures == {
         "blocks.1.qkv": str(bt.Monarch(blocks=4)),
         "blocks.1.out": str(bt.BTT(rank=2)),
         "mlp.0": str(bt.LowRank(rank=3)),
     }
-    assert set(structured(model)) == set(found)
+    assert set(structured(model)) == set(structures)
     assert type(model.mlp[2]) is type(model.head) is type(model.blocks[0].qkv) is nn.Linear
 
 

@@ -19,14 +19,14 @@ def test_densify(which: str) -> None:
     plan, options = PLANS[which]
     model = Net().double()
     bt.replace_(model, plan, **options)
-    wanted = model(TOKENS)
+    expected = model(TOKENS)
     assert bt.densify_(model) is model
     assert not structured(model)
-    torch.testing.assert_close(model(TOKENS), wanted)
+    torch.testing.assert_close(model(TOKENS), expected)
     fresh = Net().double()
     assert {n: t.shape for n, t in model.state_dict().items()} == {n: t.shape for n, t in fresh.state_dict().items()}
     fresh.load_state_dict(model.state_dict())
-    torch.testing.assert_close(fresh(TOKENS), wanted)
+    torch.testing.assert_close(fresh(TOKENS), expected)
     assert {type(model.get_submodule(n)) for n in BODY} == {nn.Linear}
     model(TOKENS).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -58,7 +58,7 @@ def test_densify_without_structured_layers_does_nothing() -> None:
     assert_unchanged(model, before)
 
 
-def test_densify_refuses_a_layer_compiled_by_itself() -> None:
+def test_densify_rejects_a_layer_compiled_by_itself() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     bt.replace_(model, bt.BTT())
     model[0] = torch.compile(model[0], backend="eager")

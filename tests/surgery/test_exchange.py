@@ -86,12 +86,12 @@ def test_one_of_two_layers_that_share_a_weight(caplog: pytest.LogCaptureFixture)
 
 def test_attention_that_shares_its_weight_lets_go_of_it() -> None:
     model = two_attentions_sharing()
-    wanted = model["b"].in_proj_weight.detach().clone()
+    expected = model["b"].in_proj_weight.detach().clone()
     bt.replace_(model, {"a.q_proj": bt.BTT()})
     with torch.no_grad():
         for p in model["a"].parameters():
             p.zero_()
-    torch.testing.assert_close(model["b"].in_proj_weight.detach(), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(model["b"].in_proj_weight.detach(), expected, rtol=0, atol=0)
 
 
 def test_a_replaced_part_of_attention_is_not_held_any_longer() -> None:
@@ -105,8 +105,8 @@ def test_a_replaced_part_of_attention_is_not_held_any_longer() -> None:
 
     before = saved()
     bt.replace_(model, {"a.[qv]_proj": bt.BTT(rank=1)})
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}
-    assert sum(held.values()) == 4 * size(model)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}
+    assert sum(storages.values()) == 4 * size(model)
     assert saved() < before
 
 

@@ -15,25 +15,25 @@ from surgery_models import FULL, PLANS, TOKENS, Net, assert_unchanged, encoder_n
 
 @pytest.mark.parametrize("which", PLANS)
 def test_plan_round_trip(which: str) -> None:
-    plan, options = PLANS[which]
+    requested, options = PLANS[which]
     model = Net()
     nn.init.zeros_(model.blocks[0].out.weight)
-    report = bt.replace_(model, plan, **options)
-    found = bt.Plan.of(model)
-    assert bt.Plan.from_json(found.to_json()) == found
-    assert json.loads(found.to_json())["version"] == 1
+    report = bt.replace_(model, requested, **options)
+    plan = bt.Plan.of(model)
+    assert bt.Plan.from_json(plan.to_json()) == plan
+    assert json.loads(plan.to_json())["version"] == 1
     again = Net()
-    rows = found.apply_(again).rows
+    rows = plan.apply_(again).rows
     assert [(r.name, r.structure, r.zero_start) for r in rows] == [
         (r.name, r.structure, r.zero_start) for r in report.rows
     ]
-    assert bt.Plan.of(again) == found
+    assert bt.Plan.of(again) == plan
     again.load_state_dict(model.state_dict())
     torch.testing.assert_close(again(TOKENS), model(TOKENS), rtol=0, atol=0)
     with torch.device("meta"):
         fresh = Net()
     torch.testing.assert_close(rebuilt(model, fresh)(TOKENS), model(TOKENS), rtol=0, atol=0)
-    assert bt.Plan.of(fresh) == found
+    assert bt.Plan.of(fresh) == plan
 
 
 @pytest.mark.parametrize("plan", [bt.BTT(rank=2), {"*.q_proj": bt.BTT(rank=2)}, {"*.linear1": bt.Monarch(blocks=4)}])
@@ -61,9 +61,9 @@ def test_plan_projects_a_layer_that_started_at_zero() -> None:
     plan = bt.Plan.of(model)
     assert any(e.zero_init for e in plan.entries)
     trained = Net()
-    wanted = trained(TOKENS)
+    expected = trained(TOKENS)
     report = plan.apply_(trained, init="project")
-    torch.testing.assert_close(trained(TOKENS), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(trained(TOKENS), expected, rtol=1e-5, atol=1e-5)
     assert all(row.projection_error < 1e-5 for row in report.rows)
 
 

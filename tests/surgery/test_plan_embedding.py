@@ -89,6 +89,6 @@ def test_a_tied_plan_is_not_projected_onto_weights_that_differ() -> None:
     assert kinds(apart) == kinds(Net())
     with torch.no_grad():
         apart.head.weight.copy_(apart.embed.weight)
-    wanted = apart(IDS)
+    expected = apart(IDS)
     plan.apply_(apart, init="project")
-    torch.testing.assert_close(apart(IDS), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(apart(IDS), expected, rtol=1e-4, atol=1e-4)

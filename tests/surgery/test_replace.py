@@ -66,7 +66,7 @@ def test_replace_in_a_compiled_model() -> None:
 
 
 def test_replace_a_layer_that_is_compiled_by_itself() -> None:
-    """A wrapper calls what it wrapped: the new layer must be what runs, or the request be refused."""
+    """A wrapper calls what it wrapped: the new layer must be what runs, or the request be rejected."""
     model = nn.Sequential(torch.compile(nn.Linear(16, 16), backend="eager"), nn.Linear(16, 4))
     x = torch.randn(3, 16)
     model(x)

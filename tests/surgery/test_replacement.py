@@ -37,8 +37,10 @@ def test_frozen_weights_stay_frozen() -> None:
         twin = copy.deepcopy(model)
         bt.replace_(twin, bt.BTT(rank=2), normalize=normalize, split={"*.qkv": 3})
         frozen = {n for n, p in twin.named_parameters() if not p.requires_grad}
-        wanted = {n for n, _ in twin.named_parameters() if n.startswith(("blocks.0.", "mlp.0.factors", "mlp.0.gains"))}
-        assert frozen == wanted
+        expected = {
+            n for n, _ in twin.named_parameters() if n.startswith(("blocks.0.", "mlp.0.factors", "mlp.0.gains"))
+        }
+        assert frozen == expected
         bt.densify_(twin)
         assert {n for n, p in twin.named_parameters() if not p.requires_grad} == {
             n for n, p in model.named_parameters() if not p.requires_grad
@@ -124,9 +126,9 @@ def test_full_rank_projection_reproduces_the_outputs(width: int, split: dict | N
     if split and isinstance(split["*.qkv"], tuple) and width != 16:
         split = {"*.qkv": (width, width + 4, width - 4)}
     model = Net(width)
-    wanted = model(TOKENS)
+    expected = model(TOKENS)
     report = bt.replace_(model, FULL, init="project", split=split, normalize=normalize)
-    torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
     assert all(row.projection_error < 1e-5 for row in report.rows)
 
 
@@ -139,7 +141,7 @@ def test_projection_of_a_zero_layer() -> None:
     assert not model.mlp[2].to_dense().any()
 
 
-def test_projection_on_meta_is_refused() -> None:
+def test_projection_on_meta_is_rejected() -> None:
     with torch.device("meta"):
         model = Net()
     with pytest.raises(bt.PlanError, match=r"needs the weights.*meta"):
@@ -161,7 +163,7 @@ def test_zero_projects_to_a_zero_start_that_can_learn(structure: bt.Structure) -
         assert layer.factors[last.name].grad.abs().max() > 0
 
 
-def test_weights_that_are_not_numbers_are_refused_by_name() -> None:
+def test_weights_that_are_not_numbers_are_rejected_by_name() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
@@ -195,11 +197,11 @@ def test_normalize() -> None:
     for layer in structured(model).values():
         assert layer.normalize
         assert set(layer.gains) == set(layer.factors)
-        wanted = layer.to_dense().detach()
+        expected = layer.to_dense().detach()
         with torch.no_grad():
             for f in layer.factors.values():
                 f.mul_(100)
         # However large the factors, the layer stays at its nominal scale.
-        assert layer.to_dense().norm() < 3 * wanted.norm()
+        assert layer.to_dense().norm() < 3 * expected.norm()
     bt.densify_(model)
     assert not structured(model)

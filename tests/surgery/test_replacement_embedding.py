@@ -38,19 +38,19 @@ def test_a_root_that_is_an_embedding() -> None:
 def test_full_rank_there_and_back(tied: bool, normalize: bool) -> None:
     model = (tied_net if tied else Net)().double().eval()
     model.embed.weight.requires_grad_(tied)
-    wanted, names = model(IDS), [n for n, _ in model.named_parameters()]
+    expected, names = model(IDS), [n for n, _ in model.named_parameters()]
     report = bt.replace_(model, {"embed": FULL, "head": FULL}, init="project", normalize=normalize)
     assert kinds(model)["embed"] == "StructuredEmbedding"
     assert all(row.projection_error < 1e-12 for row in report.rows)
     assert all(p.requires_grad == tied for p in model.embed.parameters())
     assert not model.embed.training
-    torch.testing.assert_close(model(IDS), wanted)
+    torch.testing.assert_close(model(IDS), expected)
     bt.densify_(model)
     assert [n for n, _ in model.named_parameters()] == names
     assert (model.head.weight is model.embed.weight) == tied
     assert (type(model.embed), model.embed.padding_idx, model.embed.training) == (nn.Embedding, 0, False)
     assert model.embed.weight.requires_grad == tied
-    torch.testing.assert_close(model(IDS), wanted)
+    torch.testing.assert_close(model(IDS), expected)
 
 
 def test_from_dense_to_structured_and_back_in_the_middle_of_training() -> None:

@@ -59,10 +59,10 @@ SCENARIOS = {
 def test_report(scenario: str, init: str) -> None:
     build, plan, options = SCENARIOS[scenario]
     model = build()
-    before, held = size(model), snapshot(model)
+    before, original = size(model), snapshot(model)
     state = torch.get_rng_state()
     dry = bt.replace_(model, plan, init=init, dry_run=True, **options)
-    assert_unchanged(model, held)
+    assert_unchanged(model, original)
     torch.set_rng_state(state)
     report = bt.replace_(model, plan, init=init, **options)
     assert dry == report

@@ -14,7 +14,7 @@ from attention_models import BATCH, EMBED, FULL, HEADS, SOURCE, TARGET, randomiz
 from buttress.nn.attention import PROJECTIONS
 
 nested_prototype = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
-nested_refused = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+nested_rejected = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 
 
 def encoder_layer(**options) -> nn.TransformerEncoderLayer:
@@ -41,14 +41,14 @@ def test_encoder_layer_keeps_its_outputs(activation: str, norm_first: bool) -> N
     x, pad = source_and_padding()
     causal = torch.ones(SOURCE, SOURCE, dtype=torch.bool).triu(1)
     calls = ({}, {"src_key_padding_mask": pad}, {"src_mask": causal, "is_causal": True})
-    wanted = [layer(x, **call) for call in calls]
+    expected = [layer(x, **call) for call in calls]
     report = bt.replace_(layer, {"*": FULL}, init="project")
     assert {row.name for row in report.rows} == {*(f"self_attn.{p}" for p in PROJECTIONS), "linear1", "linear2"}
     for mode in (True, False):
         layer.train(mode)
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
-                torch.testing.assert_close([layer(x, **call) for call in calls], wanted)
+                torch.testing.assert_close([layer(x, **call) for call in calls], expected)
 
 
 FAST_PLANS = ["linear1", "linear2", "self_attn.*", "self_attn.q_proj", "self_attn.out_proj", "*"]
@@ -63,11 +63,11 @@ def test_fast_path_does_not_pass_our_layers_by(whole: bool, only: str, padded: b
     bt.replace_(model, {f"*.{only}" if whole and only != "*" else only: bt.BTT(rank=2)})
     x, pad = source_and_padding()
     options = {"src_key_padding_mask": pad} if padded else {}
-    wanted = model(x, **options).detach()
+    expected = model(x, **options).detach()
     with torch.no_grad():
         before = model(x, **options)
         # With gradients on torch never takes its fast path.
-        torch.testing.assert_close(before, wanted)
+        torch.testing.assert_close(before, expected)
         layers = [m for m in model.modules() if isinstance(m, bt.StructuredLinear)]
         assert layers
         for layer in layers:
@@ -97,11 +97,11 @@ def test_fast_path_is_on_again_after_densify(activation: str, only: str, monkeyp
     assert fused_calls() == fused_calls(src_key_padding_mask=pad) == 2
     bt.replace_(model, {f"*.{only}" if only != "*" else only: bt.BTT(rank=2)})
     assert fused_calls() == fused_calls(src_key_padding_mask=pad) == 0
-    wanted = model(x).detach()
+    expected = model(x).detach()
     bt.densify_(model)
     assert fused_calls() == fused_calls(src_key_padding_mask=pad) == 2
     with torch.no_grad():
-        torch.testing.assert_close(model(x), wanted)
+        torch.testing.assert_close(model(x), expected)
 
 
 @nested_prototype
@@ -130,16 +130,16 @@ def test_nested_tensors_that_were_off_stay_off() -> None:
 def test_encoder_keeps_its_outputs(train: bool, grad: bool) -> None:
     model = encoder()
     x, pad = source_and_padding()
-    wanted = model(x, src_key_padding_mask=pad)
+    expected = model(x, src_key_padding_mask=pad)
     bt.replace_(model, {"*": FULL}, init="project")
     model.train(train)
     with torch.set_grad_enabled(grad):
-        got = model(x, src_key_padding_mask=pad)
-    assert got.shape == wanted.shape
-    torch.testing.assert_close(got[~pad], wanted[~pad])
+        actual = model(x, src_key_padding_mask=pad)
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual[~pad], expected[~pad])
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.set_grad_enabled(grad):
-            torch.testing.assert_close(twin(x, src_key_padding_mask=pad), got, rtol=0, atol=0)
+            torch.testing.assert_close(twin(x, src_key_padding_mask=pad), actual, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
@@ -151,16 +151,16 @@ def test_decoder_layer_keeps_its_outputs(batch_first: bool, train: bool) -> None
     memory = torch.randn(5, 5, EMBED, dtype=torch.float64)
     causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     options = {"tgt_mask": causal, "tgt_is_causal": True}
-    wanted = layer(x, memory, **options)
+    expected = layer(x, memory, **options)
     report = bt.replace_(layer, {"*": FULL}, init="project")
     assert len(report.rows) == 10
-    torch.testing.assert_close(layer(x, memory, **options), wanted)
+    torch.testing.assert_close(layer(x, memory, **options), expected)
     with torch.no_grad():
-        torch.testing.assert_close(layer(x, memory, **options), wanted)
+        torch.testing.assert_close(layer(x, memory, **options), expected)
 
 
 @nested_prototype
-@nested_refused
+@nested_rejected
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["", "batch_first"])
 def test_whole_transformer(batch_first: bool, train: bool) -> None:
@@ -175,19 +175,19 @@ def test_whole_transformer(batch_first: bool, train: bool) -> None:
         "memory_key_padding_mask": pad,
         "tgt_mask": torch.ones(TARGET, TARGET, dtype=torch.bool).triu(1),
     }
-    wanted = model(x, y, **options)
+    expected = model(x, y, **options)
     report = bt.replace_(model, {"*": FULL}, init="project")
     assert len(report.rows) == 6 + 10
-    torch.testing.assert_close(model(x, y, **options), wanted)
+    torch.testing.assert_close(model(x, y, **options), expected)
     with torch.no_grad():
-        torch.testing.assert_close(model(x, y, **options), wanted)
+        torch.testing.assert_close(model(x, y, **options), expected)
     model(x, y, **options).square().sum().backward()
     for layer in (m for m in model.modules() if isinstance(m, bt.StructuredLinear)):
         assert all(f.grad is not None and f.grad.isfinite().all() and f.grad.any() for f in layer.factors.values())
     keys = list(nn.Transformer(EMBED, HEADS, 1, 1, 16).state_dict())
     bt.densify_(model)
     assert sorted(model.state_dict()) == sorted(keys)
-    torch.testing.assert_close(model(x, y, **options), wanted)
+    torch.testing.assert_close(model(x, y, **options), expected)
 
 
 def test_encoders_that_were_not_touched_keep_their_settings() -> None:

@@ -233,8 +233,8 @@ class _LayerOptions:
     def __init__(
         self, site: Site, moments: Tensor | None, price: CostFunction, projections: ProjectionStore | None
     ) -> None:
-        if site.refusal_reason:
-            raise PlanError(f"{site.name}: {site.refusal_reason}")
+        if site.unsupported_reason:
+            raise PlanError(f"{site.name}: {site.unsupported_reason}")
         linear = site.read()
         self.name, self.price, self.projections = site.name, price, projections
         self.sizes = linear.in_features, linear.out_features

@@ -1,8 +1,8 @@
-"""The central idea: a structured matrix is a chain of batched dense factors over named axes.
+"""Chains: a structured matrix is a sequence of batched dense factors over named axes.
 
 A chain states the axes into which x is split, the axes of each factor in order of application, and
-the axes that make up y. Walking the factors with S the axes held now and N the axes needed later,
-each factor's axes fall into four groups:
+the axes that make up y. Let S be the axes held before a factor and N the axes needed after it. Its
+axes then fall into four groups:
 
     in      in S, not in N    contracted by this factor
     batch   in S and in N     independent blocks
@@ -32,7 +32,7 @@ Regroup = tuple[Axes, Axes]
 class Factor:
     """One batched dense factor: `blocks` slices of size `d_out` by `d_in`, each used `shared` times per token.
 
-    Factors are derived by `Chain.of`. Law: params = blocks * d_out * d_in, macs = params * shared.
+    Factors are derived by `Chain.of`.
 
     Args:
         name: Name of the factor, unique in its chain.
@@ -65,12 +65,12 @@ class Factor:
 
     @property
     def params(self) -> int:
-        """Number of stored entries."""
+        """Number of stored entries: blocks * d_out * d_in."""
         return self.blocks * self.d_out * self.d_in
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates per token."""
+        """Multiply-accumulates per token: params * shared."""
         return self.params * self.shared
 
     @property
@@ -88,7 +88,7 @@ class Factor:
 class Chain:
     """A linear map from `d_in` to `d_out` features as an ordered einsum; build one with `Chain.of`.
 
-    Chains are values: frozen, compared and hashed by what they state.
+    Chains are immutable. They are compared and hashed by the fields below.
 
     Args:
         d_in: Input features.
@@ -114,7 +114,7 @@ class Chain:
     axis_sizes: tuple[tuple[str, int], ...]
     window: tuple[str, str] | None = None
     cache: object = field(init=False, default=None, compare=False, repr=False)
-    """A slot for the package that applies chains, opaque here and no part of the value."""
+    """Used by `buttress.ops` to store what it derives from the chain; ignored by comparison and pickling."""
 
     @classmethod
     def of(
@@ -151,25 +151,13 @@ class Chain:
         Raises:
             ChainError: If axes or sizes do not fit together.
         """
-        x_axes, y_axes = _split_axes(x, "x"), _split_axes(y, "y")
-        declaration = _Declaration(
-            x=x_axes,
-            y=y_axes,
-            window=_parse_window(window, x_axes),
-            factors={name: _split_axes(text, f"factor {name}") for name, text in factors.items()},
-            regroups={
-                name: (_split_axes(old, f"regroup before {name}"), _split_axes(new, f"regroup before {name}"))
-                for name, (old, new) in (regroup or {}).items()
-            },
-            sizes=sizes,
-            stds=std or {},
-        )
+        declaration = _Declaration.parse(x, factors, y, sizes, window, regroup or {}, std or {})
         declaration.check(d_in, d_out)
         return cls(
             d_in=d_in,
             d_out=d_out,
-            x=x_axes,
-            y=y_axes,
+            x=declaration.x,
+            y=declaration.y,
             factors=tuple(declaration.derive_factors()),
             axis_sizes=tuple(sorted((a, sizes[a]) for a in declaration.axes)),
             window=declaration.window,
@@ -179,7 +167,7 @@ class Chain:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only what the chain states; the rest is derived again.
+        # Without the cache, which is derived again.
         return (type(self), (self.d_in, self.d_out, self.x, self.y, self.factors, self.axis_sizes, self.window))
 
     @cached_property
@@ -203,7 +191,7 @@ class Chain:
 
     @property
     def shares_parameters(self) -> bool:
-        """True when some factor is used more than once per token, that is when macs > params."""
+        """Whether any factor is used more than once per token, that is, whether macs > params."""
         return any(f.shared > 1 for f in self.factors)
 
     @cached_property
@@ -213,13 +201,13 @@ class Chain:
 
     @property
     def max_rank(self) -> int:
-        """Largest possible rank: no more than the fewest numbers held at any point.
+        """Upper bound on the rank of the matrix: the size of the smallest intermediate, d_in or d_out.
 
-        Random factors reach it where nothing is padded; padding can cost a little more
+        Random factors reach it unless the chain is padded, which can reduce the rank further
         (docs/explanation/theory.md, "Rank").
         """
-        widths = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)
-        return min(self.d_in, self.d_out, *widths)
+        intermediate_sizes = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)
+        return min(self.d_in, self.d_out, *intermediate_sizes)
 
     def equation(self) -> str:
         """The chain as text, one line per factor, for example `y[e] = sum_{d} W[e,d] x[d]`."""
@@ -251,7 +239,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class _Declaration:
-    """What `Chain.of` was given, with its texts split into axes."""
+    """The arguments of `Chain.of`, with their texts split into axes."""
 
     x: Axes
     y: Axes
@@ -261,9 +249,34 @@ class _Declaration:
     sizes: Mapping[str, int]
     stds: Mapping[str, float]
 
+    @classmethod
+    def parse(
+        cls,
+        x: str,
+        factors: Mapping[str, str],
+        y: str,
+        sizes: Mapping[str, int],
+        window: str | None,
+        regroups: Mapping[str, tuple[str, str]],
+        stds: Mapping[str, float],
+    ) -> _Declaration:
+        x_axes = _split_axes(x, "x")
+        return cls(
+            x=x_axes,
+            y=_split_axes(y, "y"),
+            window=_parse_window(window, x_axes),
+            factors={name: _split_axes(text, f"factor {name}") for name, text in factors.items()},
+            regroups={
+                name: (_split_axes(old, f"regroup before {name}"), _split_axes(new, f"regroup before {name}"))
+                for name, (old, new) in regroups.items()
+            },
+            sizes=sizes,
+            stds=stds,
+        )
+
     @cached_property
     def axes(self) -> Axes:
-        """Every axis, in the order in which the chain introduces them, so that results never vary."""
+        """Every axis in the order in which the chain introduces it, so that the result is deterministic."""
         applied = (*self.x, *(self.window or ()), *joined.from_iterable(self.factors.values()), *self.y)
         return tuple(dict.fromkeys((*applied, *(a for pair in self.regroups.values() for axes in pair for a in axes))))
 
@@ -271,7 +284,7 @@ class _Declaration:
         return prod(self.sizes[a] for a in axes)
 
     def check(self, d_in: int, d_out: int) -> None:
-        """Refuse sizes that do not fit, and options for factors that do not exist."""
+        """Raise ChainError for sizes that do not fit and for options of factors that do not exist."""
         self._check_axis_sizes()
         self._check_features("d_in", d_in, "x", self.x)
         self._check_features("d_out", d_out, "y", self.y)
@@ -300,7 +313,7 @@ class _Declaration:
             raise ChainError(f"the axes of {side} ({' '.join(axes)}) hold {total} numbers, but {features} are needed")
 
     def derive_factors(self) -> Iterator[Factor]:
-        """Follow the held axes from x to y; each step gives one factor's groups."""
+        """Derive each factor's groups from the axes held between x and y."""
         current = {*self.x, *(self.window or ())[1:]}
         contracted: set[str] = set()
         for i, (name, axes) in enumerate(self.factors.items()):
@@ -319,7 +332,7 @@ class _Declaration:
             raise ChainError(f"y has axes {sorted(self.y)}, but the chain ends with {sorted(current)}")
 
     def _factor(self, name: str, axes: Axes, current: set[str], later: set[str]) -> Factor:
-        """A factor whose groups follow from the axes held now and those needed later."""
+        """One factor, from the axes held before it and those needed after it."""
         inputs = tuple(a for a in axes if a in current and a not in later)
         batch = tuple(a for a in axes if a in current and a in later)
         outputs = tuple(a for a in axes if a not in current)

@@ -1,8 +1,8 @@
-"""Initial scale and learning rates, from a factor's sizes alone (derivations: docs/explanation/theory.md).
+"""Initial standard deviations and learning rates, from a factor's sizes alone (docs/explanation/theory.md).
 
-A rule is one law: how the right learning rate of a dense d_out by d_in matrix scales with its sizes.
-Everything else is a ratio of two values of that law: factor over layer (the paper's kappa), and
-layer over the same layer at the width where the rate was tuned.
+A rule states how the learning rate of a dense d_out by d_in matrix scales with its sizes. Every multiplier is a ratio
+of two such rates: factor over layer (the paper's kappa), or layer over the same layer at the width where the rate was
+tuned.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def init_std(factor: Factor) -> float:
 def lr_multiplier(factor: Factor, chain: Chain, rule: str = "adam") -> float:
     """The paper's kappa: learning rate of a factor over that of the dense layer that the chain replaces.
 
-    Law: rate(factor) / rate(dense layer) / number of factors; for Adam d_in / (factor.d_in * k).
+    It is rate(factor) / rate(dense layer) / k for a chain of k factors; for Adam, d_in / (factor.d_in * k).
 
-    Only plain SGD depends on the size of the gradient. The layer's gradient is spread over all the slices,
-    so each gets 1 / blocks of what a dense layer of its size would; the terms of a slice that is shared
-    add up like random ones. The paper's rule for SGD leaves this out, and its features stand still as
-    the number of blocks grows (docs/explanation/decisions.md).
+    Only plain SGD depends on the size of the gradient. The layer's gradient is spread over all slices, so each gets
+    1 / blocks of the gradient of a dense layer of its size; the terms of a shared slice add up like random ones. The
+    paper's rule for SGD leaves this out, and its features stop changing as the number of blocks grows
+    (docs/explanation/decisions.md).
 
     Args:
         factor: A factor of `chain`.
@@ -85,7 +85,7 @@ def lr_multiplier(factor: Factor, chain: Chain, rule: str = "adam") -> float:
         rule: Optimizer family: "adam" (also AdamW), "sign", "sgd" or "muon".
 
     Returns:
-        The factor by which the dense layer's learning rate is multiplied.
+        The multiplier of the dense layer's learning rate.
 
     Raises:
         RuleError: If there is no such rule.
@@ -102,51 +102,56 @@ def lr_multiplier(factor: Factor, chain: Chain, rule: str = "adam") -> float:
 
 
 @dataclass(frozen=True)
-class Read:
-    """One slice of a factor as it is used when a row of the matrix is looked up."""
+class LookupSlice:
+    """Sizes of one slice of a factor when a row of the matrix is looked up.
+
+    Args:
+        fan_in: How many numbers are summed for each number of the result.
+        fan_out: Numbers of the result.
+        copies: As for `rate`.
+    """
 
     fan_in: float
-    """How many numbers are summed for each number of the result."""
     fan_out: int
     copies: float
-    """As for `rate`."""
 
 
-def lookup(chain: Chain) -> dict[str, Read]:
-    """What the factors do when a row is looked up, in that order: the last-applied factor comes first.
+def lookup_slices(chain: Chain) -> dict[str, LookupSlice]:
+    """The sizes of each factor's slices when a row of the matrix is looked up.
 
     A row is the transposed chain applied to a one-hot vector. That fixes the axes of y, so a factor sums only over
-    those of its out axes that are left; the first one has none and is just read. After a regroup the fixed axes leave
-    one position in `chain.size(fixed)` filled, spread over all the sums.
+    the out axes that are not fixed. The last-applied factor, the first of a lookup, has none and is copied. After a
+    regroup, only one position in `chain.size(fixed)` is nonzero, spread over all the sums.
 
     Args:
         chain: The chain of an embedding, from its width to its number of rows.
 
     Returns:
-        Sizes of one slice by factor name, in order of lookup.
+        Sizes by factor name, in order of lookup: the last-applied factor is first.
     """
-    reads = {}
+    slices = {}
     fixed = set(chain.y)
-    filled = 1.0
+    nonzero_fraction = 1.0
 
     def size(axes: Axes) -> int:
         return chain.size(a for a in axes if a not in fixed)
 
     for f in reversed(chain.factors):
         copies = size(f.batch_axes) * sqrt(size(f.shared_axes))
-        reads[f.name] = Read(max(1.0, filled * size(f.out_axes)), size(f.in_axes), copies)
+        fan_in = max(1.0, nonzero_fraction * size(f.out_axes))
+        slices[f.name] = LookupSlice(fan_in, size(f.in_axes), copies)
         fixed -= set(f.out_axes)
-        filled = 1.0
+        nonzero_fraction = 1.0
         if f.regroup:
-            filled = 1 / chain.size(fixed)
+            nonzero_fraction = 1 / chain.size(fixed)
             fixed.clear()
-    return reads
+    return slices
 
 
 def lookup_stds(chain: Chain, std: float = 1.0) -> dict[str, float]:
-    """Standard deviations of the factors' entries that give the (nonzero) entries of each row the deviation `std`.
+    """Standard deviations of the factors' entries that give the nonzero entries of each row the deviation `std`.
 
-    The factor that is just read has it, and each later one preserves it: 1 / sqrt(fan-in).
+    The factor that is copied has the deviation `std`. Each other factor has 1 / sqrt(fan-in), which preserves it.
 
     Args:
         chain: The chain of an embedding.
@@ -155,16 +160,17 @@ def lookup_stds(chain: Chain, std: float = 1.0) -> dict[str, float]:
     Returns:
         Standard deviation by factor name, in order of application.
     """
-    reads = lookup(chain)
-    first = next(iter(reads))
-    return {f.name: std if f.name == first else 1 / sqrt(reads[f.name].fan_in) for f in chain.factors}
+    slices = lookup_slices(chain)
+    copied = chain.factors[-1]
+    return {f.name: std if f is copied else 1 / sqrt(slices[f.name].fan_in) for f in chain.factors}
 
 
 def lookup_multiplier(factor: Factor, chain: Chain, rule: str = "adam", std: float = 1.0) -> float:
     """Learning rate of a factor over that of the dense embedding whose rows have entries of size `std`.
 
-    Law: rate(factor) / rate(dense embedding) / number of factors, both for a one-hot input. For Adam that is 1 / k for
-    the factor that is just read, and 1 / (fan-in * std * k) for each later one, whose inputs have the size `std`.
+    It is rate(factor) / rate(dense embedding) / k for a chain of k factors, both rates for a one-hot input. For Adam
+    that is 1 / k for the factor that is copied, and 1 / (fan-in * std * k) for each other one, whose inputs have the
+    size `std`.
 
     Args:
         factor: A factor of `chain`.
@@ -173,12 +179,11 @@ def lookup_multiplier(factor: Factor, chain: Chain, rule: str = "adam", std: flo
         std: Standard deviation of a row's entries.
 
     Returns:
-        The factor by which the dense embedding's learning rate is multiplied.
+        The multiplier of the dense embedding's learning rate.
     """
-    reads = lookup(chain)
-    read = reads[factor.name]
-    factor_rate = rate(rule, read.fan_in, read.fan_out, read.copies)
-    if factor.name != next(iter(reads)):
-        # Plain SGD depends on the size of its inputs twice, in the gradient and in what that changes.
+    lookup_slice = lookup_slices(chain)[factor.name]
+    factor_rate = rate(rule, lookup_slice.fan_in, lookup_slice.fan_out, lookup_slice.copies)
+    if factor.name != chain.factors[-1].name:
+        # Plain SGD depends on the size of its inputs twice: in the gradient and in the change of the output.
         factor_rate /= std**2 if rule == "sgd" else std
     return factor_rate / rate(rule, 1, chain.d_in) / len(chain.factors)

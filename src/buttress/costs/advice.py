@@ -132,11 +132,11 @@ class _Timing:
 
     def linear_ms(self, *, training: bool, compiled: bool) -> float:
         """Milliseconds of nn.Linear."""
-        return self.row.linear.of(training=training, launched=compiled)
+        return self.row.linear.of(training=training, compiled=compiled)
 
     def option(self, *, training: bool, compiled: bool) -> Option:
         """The fastest implementation, compared with nn.Linear."""
-        ms = {name: times.of(training=training, launched=compiled) for name, times in self.row.times.items()}
+        ms = {name: times.of(training=training, compiled=compiled) for name, times in self.row.times.items()}
         best = min(ms, key=lambda name: ms[name])
         return Option(
             structure=self.row.structure,

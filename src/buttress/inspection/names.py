@@ -67,7 +67,7 @@ def join(name: str, key: str) -> str:
 
 
 def last_part(name: str) -> str:
-    """The name that the parent module uses: what follows the last dot."""
+    """The last part of a dotted name, which the parent module uses."""
     return name.rpartition(".")[2]
 
 

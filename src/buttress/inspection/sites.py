@@ -1,4 +1,4 @@
-"""The linear layers and embeddings of a model: their names, how to read them, and how to put another module there."""
+"""Sites: the linear layers and embeddings of a model, with how to read and how to replace each of them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from buttress.nn.attention import PROJECTIONS, ProjectedAttention, linear_from_t
 
 @dataclass(frozen=True)
 class Site:
-    """One linear layer or embedding of a model."""
+    """One linear layer or embedding of a model.
+
+    Attributes:
+        name: Name of the layer in the model.
+        kind: Class of the module; for a projection of attention also the projection's name.
+        owner: The module that is removed when the layer is replaced.
+        weight: The parameter that contains the layer's weight, possibly together with other weights.
+        unsupported_reason: Why the layer cannot be replaced, and what to do; None if it can be.
+        read: Returns the layer as an nn.Linear: the module itself if it is one, else a layer around views of its
+            weights. An embedding is returned as the head that would be tied to it: from embedding_dim to
+            num_embeddings, without bias.
+        put: Puts a module in the place of the layer.
+    """
 
     name: str
-    """Name of the layer in the model."""
     kind: str
-    """Class of the module; for a projection of attention also the projection's name."""
     owner: nn.Module
-    """The module that is removed when the layer is replaced."""
     weight: Tensor | None
-    """The parameter that holds the layer's weight, possibly together with others."""
-    refusal_reason: str | None
-    """Why the layer cannot be replaced, and what to do; None where it can be."""
+    unsupported_reason: str | None
     read: Callable[[], nn.Linear]
-    """The layer as an nn.Linear: the module itself where it is one, else a layer around views of its weights.
-
-    An embedding reads as the head that would be tied to it: from embedding_dim to num_embeddings, without bias.
-    """
     put: Callable[[nn.Module], None]
-    """Puts a module in the place of the layer."""
 
     @property
     def is_embedding(self) -> bool:
@@ -56,25 +58,25 @@ def find_sites(model: nn.Module, *, embeddings: bool = False) -> dict[str, Site]
 
 def _sites(model: nn.Module) -> Iterator[Site]:
     compiled = individually_compiled(model)
-    done: tuple[str, ...] = ()
+    handled_prefixes: tuple[str, ...] = ()
     for name, module in unique_modules(model):
-        if name.startswith(done):
+        if name.startswith(handled_prefixes):
             continue
-        reason = refusal_reason(module, compiled=id(module) in compiled)
+        reason = unsupported_reason(module, compiled=id(module) in compiled)
         if type(module).forward is nn.MultiheadAttention.forward:
             assert isinstance(module, nn.MultiheadAttention)
-            done += (f"{name}." if name else "",)
+            handled_prefixes += (f"{name}." if name else "",)
             yield from _projection_sites(model, name, module, reason)
         elif isinstance(module, nn.MultiheadAttention) and not isinstance(module, ProjectedAttention):
             # A subclass with its own forward, which reads out_proj's weight and never calls the module.
-            done += (f"{name}.",)
+            handled_prefixes += (f"{name}.",)
         elif (read := _reader(module)) is not None:
             yield Site(
                 name=name,
                 kind=type(module).__name__,
                 owner=module,
                 weight=module._parameters.get("weight"),
-                refusal_reason=reason,
+                unsupported_reason=reason,
                 read=read,
                 put=partial(put_module, model, name),
             )
@@ -90,16 +92,16 @@ def _projection_sites(
             kind=f"{type(attention).__name__}.{projection}",
             owner=attention,
             weight=attention.out_proj._parameters.get("weight") if projection == "out_proj" else packed,
-            refusal_reason=reason,
+            unsupported_reason=reason,
             read=partial(_read_projection, attention, projection),
             put=partial(_put_projection, model, name, projection),
         )
 
 
 def _reader(module: nn.Module) -> Callable[[], nn.Linear] | None:
-    """How to read a module as an nn.Linear; None for one that is no linear layer or embedding.
+    """A function that returns a module as an nn.Linear; None if the module is neither a linear layer nor an embedding.
 
-    A subclass with its own forward computes something else, and is not one.
+    A subclass with its own forward computes something else and does not count.
     """
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return partial(_read_linear, module)
@@ -127,15 +129,15 @@ def _read_projection(attention: nn.MultiheadAttention, projection: str) -> nn.Li
     return unpacked(attention)[projection]
 
 
-def refusal_reason(module: nn.Module, *, compiled: bool = False) -> str | None:
+def unsupported_reason(module: nn.Module, *, compiled: bool = False) -> str | None:
     """Why a linear layer, embedding or attention cannot be replaced, and what to do about it.
 
     Args:
         module: The module that would be removed.
-        compiled: Whether torch.compile wraps this very module.
+        compiled: Whether torch.compile wraps the module itself.
 
     Returns:
-        The reason with its remedy, or None where the module can be replaced.
+        The reason with its remedy, or None if the module can be replaced.
     """
     if compiled:
         return "it was compiled by itself, and the compiled code keeps the old layer: compile after replacing"
@@ -176,10 +178,13 @@ def individually_compiled(model: nn.Module) -> set[int]:
     return {id(m._modules["_orig_mod"]) for m in model.modules() if "_orig_mod" in m._modules}
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse a model that is wrapped for distributed training.
+def check_not_wrapped(model: nn.Module) -> None:
+    """Check that a model is not wrapped for distributed training.
 
     DDP and FSDP keep lists of parameters, so new ones would never be synchronized.
+
+    Args:
+        model: The model.
 
     Raises:
         PlanError: If any module of the model is wrapped by DDP or FSDP.

@@ -1,4 +1,4 @@
-"""Modules that share their weights: which they are, and how transformers is informed of them."""
+"""Modules that share their weights, and how they are declared to transformers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ T = TypeVar("T")
 
 
 def tied_modules(model: nn.Module) -> dict[str, str]:
-    """For each structured module that shares the factors of another, the name of that other one, the leader.
+    """Structured modules that share their factors: followers, each with its leader.
 
-    The leader is an embedding where there is one, because its rows have a scale of their own and the features of a
-    head do not.
+    The leader is an embedding if there is one, because its rows have a standard deviation that a head does not store.
 
     Args:
         model: The model.
@@ -34,11 +33,11 @@ def tied_modules(model: nn.Module) -> dict[str, str]:
 
 
 def followers_by_key(keys: Mapping[str, T], preferred: Iterable[str]) -> dict[str, str]:
-    """Names that have the same key as another name, each with the name that leads them.
+    """Group names by key: followers, each with the leader of its group.
 
     Args:
         keys: The key of every name.
-        preferred: Names that lead the others with their key; otherwise the earliest name leads.
+        preferred: Names that lead the others with the same key; otherwise the first name leads.
 
     Returns:
         Names of the followers, each with the name of its leader.
@@ -56,10 +55,13 @@ def followers_by_key(keys: Mapping[str, T], preferred: Iterable[str]) -> dict[st
 
 
 def declare_tied_weights(model: nn.Module) -> None:
-    """Update the tied parameters that transformers models keep by name; other models stay as they are.
+    """Update the declarations of tied parameters in transformers models; other models stay as they are.
 
-    Each transformers model inside `model` keeps pairs of names, which say what is saved once and shared again after
+    Each transformers model inside `model` declares pairs of names. Such a pair is saved once and tied again after
     loading.
+
+    Args:
+        model: The model.
     """
     for module in model.modules():
         expanded: Any = getattr(module, "get_expanded_tied_weights_keys", None)
@@ -79,7 +81,7 @@ def _still_tied(pairs: Mapping[str, str], parameters: Mapping[str, nn.Parameter]
     """The pairs whose two names still refer to one parameter."""
 
     def tied(second: str, first: str) -> bool:
-        # transformers reads names as regular expressions for how parameters begin.
+        # transformers treats these names as regular expressions for the start of a parameter's name.
         if not all(any(re.match(name, n) for n in parameters) for name in (second, first)):
             return False
         one, other = parameters.get(second), parameters.get(first)
@@ -90,5 +92,5 @@ def _still_tied(pairs: Mapping[str, str], parameters: Mapping[str, nn.Parameter]
 
 
 def declares_tied_weights(model: nn.Module) -> bool:
-    """Whether any transformers model inside still declares tied parameters."""
+    """Whether any transformers model inside `model` declares tied parameters."""
     return any(getattr(module, "_tied_weights_keys", None) for module in model.modules())

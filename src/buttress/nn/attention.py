@@ -15,11 +15,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 class ProjectedAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention whose four projections are modules of any kind.
+    """nn.MultiheadAttention whose four projections can be any modules.
 
-    nn.MultiheadAttention keeps bare weights and passes them to one fused function, which would bypass any module.
+    nn.MultiheadAttention passes its weights to one fused function, which would bypass such modules.
     This class calls ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` instead. Arguments and results of
-    ``forward`` are the same. It has no packed weight, which keeps the encoder layers of torch off their fused path.
+    ``forward`` are the same. Without a packed weight, torch's encoder layers do not take their fused path.
 
     Args:
         source: The attention to take sizes, options, ``bias_k``, ``bias_v`` and the training mode from.

@@ -1,4 +1,4 @@
-"""StructuredEmbedding: nn.Embedding to its caller, rows of a chain of factors inside."""
+"""StructuredEmbedding: an embedding whose matrix is structured, in place of nn.Embedding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from buttress.core.scaling import lookup_stds
 from buttress.core.structures import Structure
 from buttress.errors import ShapeError, StructureError
 from buttress.nn.structured import Structured, checked_size
-from buttress.ops.norms import rms
+from buttress.ops.norms import balanced, rms
 from buttress.projection.closed_form import project
 
 
 class StructuredEmbedding(Structured):
     """A lookup table whose (num_embeddings, embedding_dim) matrix is structured.
 
-    It can be used wherever nn.Embedding can. A lookup multiplies only what its rows need; the matrix itself is never
-    computed. The chain is that of ``StructuredLinear(embedding_dim, num_embeddings, structure)``, so that the head of
-    a language model can share the factors: ``head.tie_(embedding)``.
+    It can be used wherever nn.Embedding can. A lookup uses only the entries of the factors that its rows need; the
+    matrix itself is never computed. The chain is that of
+    ``StructuredLinear(embedding_dim, num_embeddings, structure)``, so that the head of a language model can share the
+    factors: ``head.tie_(embedding)``.
 
     Args:
         num_embeddings: Number of rows.
@@ -70,24 +71,25 @@ class StructuredEmbedding(Structured):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        number, width = checked_size("num_embeddings", num_embeddings), checked_size("embedding_dim", embedding_dim)
+        num_embeddings = checked_size("num_embeddings", num_embeddings)
+        embedding_dim = checked_size("embedding_dim", embedding_dim)
         if not 0 <= std < float("inf"):
             raise StructureError(f"std must be a number >= 0, got {std!r}")
         super().__init__(
             structure,
-            width,
-            number,
-            # A table that starts at zero has no scale of its own yet: its factors get the scales for std=1.
+            embedding_dim,
+            num_embeddings,
+            # With std=0 the nominal standard deviations are those for std=1.
             stds=partial(lookup_stds, std=std or 1.0),
             zero_init=std == 0,
             normalize=normalize,
             device=device,
             dtype=dtype,
         )
-        self.num_embeddings = number
-        self.embedding_dim = width
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.std = float(std)
-        self.padding_idx = None if padding_idx is None else _checked_row(padding_idx, number)
+        self.padding_idx = None if padding_idx is None else _checked_row(padding_idx, num_embeddings)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -97,6 +99,7 @@ class StructuredEmbedding(Structured):
         self._zero_padding_row()
 
     def _zero_padding_row(self) -> None:
+        """Zero the row of `padding_idx`, if the last-applied factor has entries of its own for each row."""
         last, sizes = self.chain.factors[-1], self.chain.sizes
         if self.padding_idx is None or not set(self.chain.y) <= set(last.axes):
             return
@@ -140,19 +143,17 @@ class StructuredEmbedding(Structured):
 
     @torch.no_grad()
     def assign(self, factors: Mapping[str, Tensor]) -> None:
-        """Copy factors into the embedding, balanced so that each has the same multiple of its nominal scale.
+        """Copy factors into the embedding so that it computes with these values.
 
-        The matrix is that of the factors given. Factors of which one is zero are copied as they are, and so is an
-        incomplete set.
+        A complete set of nonzero factors is rescaled, so that each has the same ratio of RMS to nominal standard
+        deviation. The matrix stays the same.
 
         Args:
-            factors: New values by name.
+            factors: New values by name; factors that are not listed stay as they are.
         """
         wide = {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in factors.items()}
-        multiples = {n: rms(w) / self.stds[n] for n, w in wide.items()}
-        if set(wide) == set(self.stds) and all(multiples.values()):
-            common = torch.stack(list(multiples.values())).log().mean().exp()
-            wide = {n: w * (common / multiples[n]) for n, w in wide.items()}
+        if set(wide) == set(self.stds):
+            wide = dict(zip(wide, balanced(list(wide.values()), [self.stds[n] for n in wide]), strict=True))
         super().assign(wide)
 
     @property
@@ -175,9 +176,9 @@ class StructuredEmbedding(Structured):
         return f"{self.num_embeddings}, {self.embedding_dim}, structure={self.structure}{padding}{flags}"
 
 
-def _checked_row(value: int, number: int) -> int:
-    """A row's number, counted from the end where it is negative, as in nn.Embedding."""
+def _checked_row(value: int, count: int) -> int:
+    """A row number below `count`, counted from the end where it is negative, as in nn.Embedding."""
     row = index(value)
-    if not -number <= row < number:
-        raise ShapeError(f"padding_idx must be one of the {number} rows, -{number} to {number - 1}, got {value!r}")
-    return row % number
+    if not -count <= row < count:
+        raise ShapeError(f"padding_idx must be one of the {count} rows, -{count} to {count - 1}, got {value!r}")
+    return row % count

@@ -1,4 +1,4 @@
-"""StructuredLinear: nn.Linear to its caller, a chain of factors inside."""
+"""StructuredLinear: a linear layer whose matrix is structured, in place of nn.Linear."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StructuredLinear(Structured):
     """Applies y = W x + bias with a structured matrix W, stored as the factors of its chain.
 
     It can be used wherever nn.Linear can. The factors are drawn with the standard deviations of `init_std`, the bias
-    starts at zero. Learning rates that suit the factors come from `param_groups`.
+    starts at zero. Use `param_groups` for learning rates that suit the factors.
 
     Args:
         in_features: Size of each input.
@@ -70,12 +70,20 @@ class StructuredLinear(Structured):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        d_in, d_out = checked_size("in_features", in_features), checked_size("out_features", out_features)
+        in_features = checked_size("in_features", in_features)
+        out_features = checked_size("out_features", out_features)
         super().__init__(
-            structure, d_in, d_out, stds=_stds, zero_init=zero_init, normalize=normalize, device=device, dtype=dtype
+            structure,
+            in_features,
+            out_features,
+            stds=_stds,
+            zero_init=zero_init,
+            normalize=normalize,
+            device=device,
+            dtype=dtype,
         )
-        self.in_features = d_in
-        self.out_features = d_out
+        self.in_features = in_features
+        self.out_features = out_features
         self.recompute = False
         self.bias: nn.Parameter | None
         self.register_parameter(

@@ -1,4 +1,4 @@
-"""SplitLinear: a fused linear layer in parts."""
+"""SplitLinear: a fused linear layer, split into parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class SplitLinear(nn.Module):
     """Linear layers in parallel on one input, with their outputs concatenated.
 
-    `replace_` puts this in the place of a fused layer, such as a q, k, v projection, that it splits.
+    `replace_` uses it for a fused layer that it splits, such as a joint projection to q, k and v.
 
     Args:
         parts: The layers, each with ``in_features``, ``out_features``, ``weight`` and ``bias``, and all with the same

@@ -21,14 +21,14 @@ def checked_size(label: str, value: int) -> int:
     """Check that a size is an integer >= 1.
 
     Args:
-        label: What the size is called, for the error.
+        label: Name of the size, for the error.
         value: The size.
 
     Returns:
         The size as an int.
 
     Raises:
-        ShapeError: If it is no such integer.
+        ShapeError: If it is not an integer >= 1.
     """
     try:
         size = index(value)
@@ -46,16 +46,18 @@ class Structured(nn.Module):
         structure: The structure of the matrix.
         d_in: Number of columns.
         d_out: Number of rows.
-        stds: Gives the nominal scale of each factor's entries: what they are drawn with, and the bound of `normalize`.
+        stds: Function of the chain that returns the nominal standard deviation of each factor's entries, by name. The
+            factors are drawn with it, and `normalize` refers to it.
         zero_init: Whether the last-applied factor, and with it the matrix, starts at zero.
-        normalize: Whether each factor M acts as ``gain * M * min(1, std / RMS(M))``, where std is its nominal scale.
+        normalize: Whether each factor M acts as ``gain * M * min(1, std / RMS(M))``, where std is its nominal standard
+            deviation.
         device: Device of the parameters.
         dtype: Data type of the parameters.
 
     Attributes:
         factors: nn.ParameterDict of the factors in order of application, each of shape ``(blocks, d_out, d_in)``.
         gains: nn.ParameterDict of one gain of shape ``(1,)`` per factor; empty unless ``normalize`` is set.
-        stds: Nominal scale of each factor's entries, by name.
+        stds: Nominal standard deviation of each factor's entries, by name.
         stands_for: Class that `densify_` restores; None for the usual one, nn.Linear or nn.Embedding.
 
     Raises:
@@ -87,13 +89,13 @@ class Structured(nn.Module):
         self.zero_init = zero_init
         self.normalize = normalize
         self.stds = stds(self.chain)
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
         # Pairs, because ParameterDict would sort a dict: the factors stay in order of application.
         self.factors = nn.ParameterDict(
-            [(f.name, nn.Parameter(torch.empty(f.shape, **where))) for f in self.chain.factors]
+            [(f.name, nn.Parameter(torch.empty(f.shape, **placement))) for f in self.chain.factors]
         )
-        # One entry each, but not a scalar: FSDP2 shards no tensor without dimensions.
-        gains = [(f.name, nn.Parameter(torch.empty(1, **where))) for f in self.chain.factors] if normalize else []
+        # Of shape (1,), because FSDP2 cannot shard a tensor without dimensions.
+        gains = [(f.name, nn.Parameter(torch.empty(1, **placement))) for f in self.chain.factors] if normalize else []
         self.gains = nn.ParameterDict(gains)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -102,7 +104,7 @@ class Structured(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the factors again with their nominal scale; gains start at 1."""
+        """Draw the factors again with their nominal standard deviations; gains start at 1."""
         last = self.chain.factors[-1]
         for f in self.chain.factors:
             if self.zero_init and f is last:
@@ -124,8 +126,8 @@ class Structured(nn.Module):
                 continue
             self.factors[f.name].copy_(factors[f.name])
             if self.normalize:
-                # A factor above its nominal scale would be scaled down: the gain undoes that.
-                self.gains[f.name].copy_(1 / self._bound(f.name))
+                # The gain undoes the normalization.
+                self.gains[f.name].copy_(1 / self._normalizer(f.name))
 
     def tie_(self, other: Structured) -> None:
         """Share the Parameters of another module with the same chain: one matrix, used twice and trained together.
@@ -155,7 +157,7 @@ class Structured(nn.Module):
         normalized = ", normalized" if self.normalize else ""
         return f"{self.structure} {self.chain.d_in} -> {self.chain.d_out}{normalized}"
 
-    def _bound(self, name: str) -> Tensor:
+    def _normalizer(self, name: str) -> Tensor:
         """min(1, std / RMS) of a factor, in float32 at least and without waiting for the device."""
         return torch.rsqrt((mean_square(self.factors[name]) / self.stds[name] ** 2).clamp(min=1.0))
 
@@ -172,7 +174,7 @@ class Structured(nn.Module):
 
     def scales(self) -> list[Tensor]:
         """With `normalize`, the multiplier of each stored factor: its gain times min(1, std / RMS)."""
-        return [self.gains[f.name] * self._bound(f.name) for f in self.chain.factors]
+        return [self.gains[f.name] * self._normalizer(f.name) for f in self.chain.factors]
 
     def to_dense(self) -> Tensor:
         """The (d_out, d_in) matrix that the factors represent."""

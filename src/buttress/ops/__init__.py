@@ -1,8 +1,8 @@
-"""A chain's arithmetic has two entry points: `apply` multiplies by its matrix, `rows` looks up rows of it.
+"""Applying a chain to tensors: `apply` multiplies by its matrix, `rows` looks up rows of it.
 
-`apply` has interchangeable implementations. `reference` is the definition (one einsum), `bmm` runs everywhere,
-`triton` is the fused kernels, chosen automatically where they were measured to be faster. All give the same answer or
-refuse.
+`apply` has three interchangeable implementations: `reference` is the definition (one einsum), `bmm` runs everywhere,
+and `triton` is the fused kernels, chosen automatically where they were measured to be faster. An implementation that
+cannot compute the result raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "graphed", "prepare", "r
 
 
 def prepare(chain: Chain) -> None:
-    """Derive a chain's layouts now, so that a compiler that traces `apply` finds them ready.
+    """Derive a chain's layouts ahead of time, so that a compiler does not trace their derivation.
 
     Args:
         chain: The chain of a module, after it was built, copied or loaded.
@@ -48,20 +48,20 @@ def apply(
     recompute: bool = False,
     impl: Impl | None = None,
 ) -> Tensor:
-    """Multiply by a chain's matrix: y = x W^T + bias, following autocast as F.linear does.
+    """Multiply by a chain's matrix: y = x W^T + bias, where W is `dense(chain, factors)`.
 
-    Law: apply(chain, x, factors) = x @ dense(chain, factors).T.
+    Autocast applies as it does for F.linear.
 
     Args:
         chain: The chain.
         x: The input.
         factors: The factors of W in order of application.
-        bias: What is added to the result.
-        scales: One number for each factor, as a tensor, by which it is multiplied.
+        bias: Added to the result.
+        scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Compute the intermediates between the factors again in the backward pass instead of saving them:
-            less memory, a little more time.
-        impl: The implementation to use, "reference", "bmm" or "triton". By default the fastest that takes the chain,
-            as far as the GPU was measured.
+            less memory, slightly more time.
+        impl: The implementation to use, "reference", "bmm" or "triton". Default: "triton" where it was measured to be
+            faster for a similar layer on this GPU, else "bmm".
 
     Shape:
         x (*, d_in), factors (blocks, d_out, d_in) each, bias (d_out,) -> (*, d_out).

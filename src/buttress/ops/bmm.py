@@ -1,10 +1,9 @@
 """The default implementation: permuted views and one torch.bmm per factor.
 
-Between factors the tokens are the fastest axis. The shuffle that the chain asks for then moves whole
-runs of tokens, and for most structures none at all, because a batched matrix product takes a strided
-operand as it is. With tokens as the slow axis it would move single numbers, which costs more than
-the matrix products themselves. The backward pass is written out for the same reason: torch's own gradient of
-a matrix product has a fixed layout, which is the wrong one here.
+Between factors the tokens are the fastest axis, so a permutation of the other axes moves contiguous memory. For most
+structures nothing is moved, because torch.bmm accepts strided operands. With tokens as the slow axis a permutation
+would move single numbers, which costs more than the matmuls. The backward pass is written out for the same reason: the
+gradients that torch derives for torch.bmm do not have this layout.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from buttress.ops.layouts import layouts_of
 
 @framed
 def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
-    """Apply a chain with batched matrix products.
+    """Apply a chain with one torch.bmm per factor.
 
     Args:
         chain: The chain.
@@ -51,7 +50,7 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     ):
-        # Compilers and function transforms derive gradients, and their layout, themselves.
+        # Compilers and function transforms derive their own gradients.
         return _forward(layout, z, factors)[0]
     y: Tensor = BmmFunction.apply(layout, recompute, z, *factors)  # type: ignore[no-untyped-call]
     return y
@@ -60,30 +59,33 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -
 def _forward(
     layout: BmmLayout, z: Tensor, weights: Sequence[Tensor], *, direct: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """The result, and the inputs of each factor but the first, arranged."""
+    """The result, and the arranged inputs of all factors but the first."""
     inputs = []
     z = z.reshape(-1, *layout.read_sizes)
     for factor, weight in zip(layout.factors, weights, strict=True):
         blocks = factor.arrange(z)
         inputs.append(blocks)
         if factor.writes_y:
-            return _side_by_side(blocks.mT, weight.mT, direct=direct), inputs[1:]
+            return _bmm_side_by_side(blocks.mT, weight.mT, direct=direct), inputs[1:]
         z = torch.bmm(factor.repeat(weight), blocks.mT if factor.tokens_slow else blocks).view(*factor.result_sizes, -1)
     return z.permute(layout.permutation).reshape(-1, layout.d_out), inputs[1:]
 
 
-def _side_by_side(left: Tensor, right: Tensor, *, direct: bool) -> Tensor:
-    """The batched product as (tokens, blocks * columns). With `direct` it is written so, which a CPU cannot do."""
-    blocks, count, columns = left.shape[0], left.shape[1], right.shape[2]
+def _bmm_side_by_side(left: Tensor, right: Tensor, *, direct: bool) -> Tensor:
+    """torch.bmm with the blocks of the result side by side: (tokens, blocks * columns).
+
+    With `direct`, torch.bmm writes this layout itself, which is not possible on a CPU.
+    """
+    blocks, tokens, columns = left.shape[0], left.shape[1], right.shape[2]
     if direct:
-        y = left.new_empty(count, blocks, columns)
+        y = left.new_empty(tokens, blocks, columns)
         torch.bmm(left, right, out=y.transpose(0, 1))
-        return y.view(count, blocks * columns)
-    return torch.bmm(left, right).transpose(0, 1).reshape(count, blocks * columns)
+        return y.view(tokens, blocks * columns)
+    return torch.bmm(left, right).transpose(0, 1).reshape(tokens, blocks * columns)
 
 
 class BmmFunction(torch.autograd.Function):
-    """The whole chain as one node of the graph. Saves x and the inputs of the later factors."""
+    """A whole chain as one node of the autograd graph. It saves x and the inputs of the later factors."""
 
     @staticmethod
     def forward(ctx: Any, layout: BmmLayout, recompute: bool, z: Tensor, *weights: Tensor) -> Tensor:
@@ -114,8 +116,8 @@ class BmmFunction(torch.autograd.Function):
             factor, weight = layout.factors[i], weights[i]
             blocks = _grad_blocks(layout, i, grad)
             if needed[i + 1]:
-                rows = inputs[i - 1].mT if i else factor.arrange(z.reshape(-1, *layout.read_sizes))
-                grads[i + 1] = factor.sum_repeats(torch.bmm(blocks, rows))
+                source = inputs[i - 1].mT if i else factor.arrange(z.reshape(-1, *layout.read_sizes))
+                grads[i + 1] = factor.sum_repeats(torch.bmm(blocks, source))
             if i:
                 grad = factor.restore(torch.bmm(weight.mT, blocks))
             elif needed[0]:
@@ -136,14 +138,14 @@ def _grad_blocks(layout: BmmLayout, i: int, grad: Tensor) -> Tensor:
 def _input_grad(first: BmmFactor, grad_blocks: Tensor, weight: Tensor) -> Tensor:
     """The gradient of x, from that of the first factor's result."""
     if first.reads_x:
-        return _side_by_side(grad_blocks.mT, first.repeat(weight), direct=grad_blocks.is_cuda)
+        return _bmm_side_by_side(grad_blocks.mT, first.repeat(weight), direct=grad_blocks.is_cuda)
     return first.restore(torch.bmm(grad_blocks.mT, first.repeat(weight)))
 
 
 def _differentiable_backward(
     layout: BmmLayout, grad: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that can be differentiated again: of aliases, because the inputs may depend on each other."""
+    """Gradients that can be differentiated again, of aliases because the inputs may depend on each other."""
     aliases = [t.view_as(t) for t in tensors]
     inputs = [t for t, is_needed in zip(aliases, needed, strict=True) if is_needed]
     y = _forward(layout, aliases[0], aliases[1:])[0]

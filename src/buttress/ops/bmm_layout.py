@@ -23,10 +23,10 @@ class BmmFactor:
     Args:
         regroup: Permutation and new sizes of a regroup before the factor.
         ungroup: Old sizes and permutation that undo it.
-        permutation: Order of the input's axes in which blocks come first.
+        permutation: Order of the input's axes with the block axes first.
         permuted_sizes: Sizes in that order.
         inverse: The permutation that undoes it.
-        blocks: Blocks of the batched matrix product.
+        blocks: Batch size of torch.bmm.
         block_shape: One block of the input: (-1, d_in) where the tokens are slow, (d_in, -1) where they are fast.
         repeats: How often each slice of the weight is repeated: shared axes count as blocks in the first factor and
             as tokens later.
@@ -82,7 +82,7 @@ class BmmLayout:
     """How a whole chain is applied.
 
     Args:
-        plain: Whether the chain is nothing but matrices without blocks, one after the other.
+        plain: Whether the chain is a sequence of dense matrices without blocks.
         x_sizes: Sizes of the axes of x.
         read_sizes: Sizes of the axes of x as it is read: through the window, if there is one.
         factors: The factors in order of application.
@@ -124,7 +124,7 @@ def bmm_layout(chain: Chain) -> BmmLayout:
 
 
 def _factor_layout(chain: Chain, i: int, axes: Axes) -> tuple[BmmFactor, Axes]:
-    """The layout of factor number i for an input with these axes, and the axes of its result."""
+    """The layout of factor i for an input with these axes, and the axes of its result."""
     f = chain.factors[i]
     first, last = i == 0, i == len(chain.factors) - 1
     regroup = ungroup = None
@@ -154,7 +154,7 @@ def _factor_layout(chain: Chain, i: int, axes: Axes) -> tuple[BmmFactor, Axes]:
 
 
 def _axis_orders(f: Factor, first: bool) -> tuple[Axes, Axes]:
-    """The order of the input's axes that a batched matrix product takes, and that of its result without the tokens."""
+    """The orders of the input's axes for torch.bmm and of the result's axes without the tokens."""
     if first:
         return (
             (*f.batch_axes, *f.shared_axes, TOKEN_AXIS, *f.in_axes),

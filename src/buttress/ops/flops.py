@@ -1,7 +1,4 @@
-"""FLOP formulas that torch's FlopCounterMode lacks: the fused kernels, and attention on the CPU.
-
-torch counts attention on every device but the CPU, where the fused kernel would count as free.
-"""
+"""FLOP formulas that torch lacks: of the fused kernels, and of attention on the CPU, which it counts as zero."""
 
 from __future__ import annotations
 
@@ -38,13 +35,13 @@ def register() -> None:
 
 
 def register_if_imported() -> None:
-    """Add the formulas where a counter can be active, that is where torch's counter was imported."""
+    """Add the formulas if torch's counter was imported; otherwise none can be active."""
     if _COUNTER_MODULE in sys.modules:
         register()
 
 
 def register_if_cheap() -> None:
-    """At import: torch's counter imports triton where it is installed, which is slower than importing buttress."""
+    """Add the formulas at import, unless that would import triton, which takes longer than importing buttress."""
     if _COUNTER_MODULE in sys.modules or "triton" in sys.modules or importlib.util.find_spec("triton") is None:
         register()
 
@@ -55,7 +52,7 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> i
     return int(sdpa_flop_count(query, key, value))
 
 
-# torch passes the shapes of tensors.
+# torch passes shapes in place of tensors.
 def _chain(x: Any, weights: Any, scales: Any, bias: Any, numbers: Sequence[int], *args: Any, **kwargs: Any) -> int:
     return int(2 * x[0] * StridedChain.from_ints(numbers).macs)
 

@@ -1,4 +1,4 @@
-"""What the implementations in plain torch share: padding, scales and bias around a chain, and its window."""
+"""Padding, scales, bias and window, shared by the implementations in plain torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Apply = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tenso
 
 
 def framed(padded_apply: PaddedApply) -> Apply:
-    """Give an implementation for padded sizes the layer's own sizes, scales and a bias.
+    """Add padding, scales and a bias to an implementation for padded sizes.
 
     Args:
         padded_apply: Maps (tokens, padded d_in) to (tokens, padded d_out).
 
     Returns:
-        A function that maps (tokens, d_in) to (tokens, d_out).
+        An implementation that maps (tokens, d_in) to (tokens, d_out).
     """
 
     @wraps(padded_apply)
@@ -52,10 +52,10 @@ def scaled_factors(factors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[
 
     Args:
         factors: Tensors of any shape.
-        scales: One number for each, as a tensor.
+        scales: A multiplier of each factor, as a tensor with one entry.
 
     Returns:
-        The products, in the same order.
+        The scaled factors, in the same order.
     """
     return [w * s.to(w.dtype) for w, s in zip(factors, scales, strict=True)]
 

@@ -1,7 +1,7 @@
-"""What the implementations derive from a chain, once per chain.
+"""Layouts: axis orders and strides that the implementations derive from a chain, once per chain.
 
-A chain never changes, so neither do its layouts. They are stored in the chain's `cache` slot, which a compiler that
-traces `apply` reads as a plain attribute. They are not part of a chain's value and are not pickled.
+Chains are immutable, and so are their layouts. They are stored in the chain's `cache`, which a compiler that traces
+`apply` reads as a plain attribute.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Layouts:
 
     Args:
         bmm: Axis orders for torch.bmm.
-        strided: Strides for the fused kernels, or None where they do not take the chain.
-        signature: What the speed of the kernels depends on, where they take the chain.
+        strided: Strides for the fused kernels, or None where they do not support the chain.
+        signature: Sizes on which the speed of the kernels depends; None where they do not support the chain.
         lookup: How rows of the matrix are looked up.
     """
 
@@ -34,10 +34,10 @@ class Layouts:
 def layouts_of(chain: Chain) -> Layouts:
     """The layouts of a chain, derived on first use."""
     cached = chain.cache
-    return cached if isinstance(cached, Layouts) else derive_layouts(chain)
+    return cached if isinstance(cached, Layouts) else _derive_layouts(chain)
 
 
-def derive_layouts(chain: Chain) -> Layouts:
+def _derive_layouts(chain: Chain) -> Layouts:
     """Derive the layouts of a chain and store them in its cache."""
     _ = chain.padding, chain.sizes  # cached properties, so that a compiler does not have to trace them
     strided = strided_chain(chain)

@@ -1,4 +1,4 @@
-"""Rows of a chain's matrix: what an embedding looks up. Nothing of the matrix's own size is computed."""
+"""Looking up rows of a chain's matrix, as an embedding does, without computing the matrix."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from buttress.ops.lookup_layout import LookupLayout
 
 
 def rows(chain: Chain, factors: Sequence[Tensor], ids: Tensor, *, scales: Sequence[Tensor] | None = None) -> Tensor:
-    """Look up rows of the (d_out, d_in) matrix that `factors` represent, without computing the matrix.
+    """Look up rows of a chain's matrix without computing it: dense(chain, factors)[ids].
 
-    Law: rows(chain, factors, ids) = dense(chain, factors)[ids]. Autocast has no effect, as for F.embedding.
+    Autocast has no effect, as for F.embedding.
 
     Args:
         chain: The chain.
         factors: Its factors in order of application.
-        ids: Row numbers, int64 or int32. An id outside the matrix fails as it does in F.embedding.
-        scales: One number for each factor, by which it is multiplied.
+        ids: Row numbers, int64 or int32. An id outside the matrix raises the same error as in F.embedding.
+        scales: A multiplier of each factor, as a tensor with one entry.
 
     Shape:
         ids of any shape (*) -> (*, d_in).
@@ -44,7 +44,7 @@ def rows(chain: Chain, factors: Sequence[Tensor], ids: Tensor, *, scales: Sequen
     with torch.autocast(ids.device.type, enabled=False) if autocasts else nullcontext():
         entries = _rows(layout, factors, ids.reshape(-1).long())
         if scales is not None:
-            # Of the rows rather than of the factors, which are larger.
+            # The rows are scaled rather than the factors, which are larger.
             entries = entries * reduce(mul, scales).to(entries.dtype)
     return entries.reshape(*ids.shape, chain.d_in)
 
@@ -72,7 +72,7 @@ def _rows(layout: LookupLayout, weights: Sequence[Tensor], ids: Tensor) -> Tenso
         elif factor.gathered:
             z = torch.bmm(factor.left(z, indices), factor.gather(table, indices).reshape(factor.slice_shape))
         else:
-            z = torch.bmm(factor.left(z, indices), table).reshape(factor.product_shape).transpose(0, 1)
+            z = torch.bmm(factor.left(z, indices), table).reshape(factor.bmm_shape).transpose(0, 1)
         z = z.reshape(factor.result_shape)
         if factor.regroup is not None:
             z = factor.regroup(z, indices)

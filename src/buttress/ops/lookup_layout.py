@@ -1,12 +1,12 @@
-"""How a chain's rows are looked up, derived once per chain.
+"""The axis orders with which rows of a chain's matrix are looked up, derived once per chain.
 
-A row is the transposed chain applied to a unit vector. The row's number fixes every axis of y. Going through the
-factors from the last to the first, each is read where its axes are fixed and multiplied into what is held over the
-others, until the axes of x are left.
+A row is the transposed chain applied to a one-hot vector. The row's number fixes every axis of y. From the last factor
+to the first, each is read at its fixed axes and multiplied with the held tensor over its other axes, until the axes of
+x are left.
 
-A factor is read by gathering, which copies its remaining part for each row. Where that is larger than the held tensor
-with the fixed axes written out (one position filled, the others zero), they are written out instead, and the factor
-multiplies all rows at once.
+A factor is read by gathering, which copies the entries at its fixed axes for each row. Where these are more than the
+held tensor has with the fixed axes expanded (one position nonzero), the axes are expanded instead, and one matmul with
+the whole factor covers all rows.
 """
 
 from __future__ import annotations
@@ -36,37 +36,36 @@ class FixedAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Write fixed axes out at the end, permute all axes, and reshape."""
+    """Expand fixed axes at the end, permute all axes, and reshape."""
 
     expanded: tuple[FixedAxis, ...]
     permutation: Permutation
     shape: Sizes
 
     def __call__(self, z: Tensor, indices: Sequence[Tensor]) -> Tensor:
-        """Arrange z (rows, *axes), given each row's index along every axis of y."""
+        """Arrange z (rows, *axes), where `indices` are each row's positions along the axes of y."""
         for position, size in self.expanded:
-            filled = indices[position][:, None] == torch.arange(size, device=z.device)
-            z = torch.where(filled.reshape(-1, *(1,) * (z.dim() - 1), size), z.unsqueeze(-1), 0.0)
+            one_hot = indices[position][:, None] == torch.arange(size, device=z.device)
+            z = torch.where(one_hot.reshape(-1, *(1,) * (z.dim() - 1), size), z.unsqueeze(-1), 0.0)
         return z.permute(self.permutation).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class LookupFactor:
-    """What one factor does to the held tensor.
+    """How one factor is multiplied with the held tensor.
 
     Args:
         sizes: Sizes of the factor's axes.
         permutation: Their order: fixed axes that are read, batch, summed, created.
-        table_shape: (read, *others) where the factor is gathered, (batch, summed, created) where it multiplies all
-            rows at once.
+        table_shape: (read, *others) where the factor is gathered, (batch, summed, created) where one matmul covers all
+            rows.
         read_axes: Fixed axes at which the factor is read.
         gathered: Whether the factor is gathered.
-        left: The held tensor as the left side of a batched matrix product; None for the first factor, which is
-            just read.
-        slice_shape: What is gathered for one row, as a matrix: (-1, summed, created).
-        product_shape: Where all rows are multiplied at once, they come second: (batch, rows, shared * created).
+        left: The held tensor as the left operand of torch.bmm; None for the first factor of a lookup, which is copied.
+        slice_shape: The gathered entries as one matrix for each row and block: (-1, summed, created).
+        bmm_shape: The result of one matmul for all rows: (batch, rows, shared * created).
         result_shape: The held tensor after the factor.
-        regroup: A regroup that follows, undone.
+        regroup: The inverse of a regroup before the factor.
     """
 
     sizes: Sizes
@@ -76,7 +75,7 @@ class LookupFactor:
     gathered: bool
     left: Arrangement | None
     slice_shape: Sizes
-    product_shape: Sizes
+    bmm_shape: Sizes
     result_shape: Sizes
     regroup: Arrangement | None
 
@@ -85,14 +84,14 @@ class LookupFactor:
         return weight.reshape(self.sizes).permute(self.permutation).reshape(self.table_shape)
 
     def gather(self, table: Tensor, indices: Sequence[Tensor], valid: Tensor | None = None) -> Tensor:
-        """The parts of the table that the rows need; a row that is not `valid` is refused by the read itself."""
+        """The entries of the table for each row; for a row that is not `valid`, the read itself raises an error."""
         entry = torch.zeros_like(indices[0])
         for position, size in self.read_axes:
             entry = entry * size + indices[position]
         if valid is not None:
             entry = torch.where(valid, entry, self.table_shape[0])
         if torch.is_grad_enabled():
-            # Its gradient is the fast one. It needs contiguous entries, which may take a copy of the factor.
+            # Its gradient is faster than that of index_select. It needs contiguous entries, possibly a copy.
             return F.embedding(entry, table.reshape(self.table_shape[0], -1))
         return table.index_select(0, entry)
 
@@ -149,11 +148,11 @@ class LookupLayout:
 
 
 def lookup_layout(chain: Chain) -> LookupLayout:
-    """Follow the fixed and the held axes back through a chain."""
+    """Choose the axis orders for looking up rows of a chain's matrix."""
     builder = _LayoutBuilder(chain)
     factors = tuple(builder.add_factor(f) for f in reversed(chain.factors))
     window = builder.add_window(*chain.window) if chain.window else None
-    output = builder.arrangement(builder.fixed, (), chain.x, (-1, chain.size(chain.x)))
+    output = builder.arrange(builder.fixed, (), chain.x, (-1, chain.size(chain.x)))
     strides = [chain.size(chain.y[i + 1 :]) for i in range(len(chain.y))]
     radix = tuple(zip(strides, (chain.sizes[a] for a in chain.y), strict=True))
     return LookupLayout(chain.d_out, chain.d_in, radix, factors, window, output, builder.macs)
@@ -161,12 +160,19 @@ def lookup_layout(chain: Chain) -> LookupLayout:
 
 @dataclass(frozen=True)
 class _Roles:
-    """What each axis does when one factor is used for a lookup."""
+    """The role of each axis when one factor is used for a lookup.
+
+    Args:
+        read: Fixed axes at which the factor is read.
+        expanded: Fixed axes that are expanded instead.
+        batch: Axes of the factor that stay.
+        summed: Axes over which the factor is summed.
+        shared: Axes of the held tensor that the factor does not have.
+        created: Axes that the factor adds to the held tensor.
+    """
 
     read: Axes
-    """Fixed axes at which the factor is read."""
     expanded: Axes
-    """Fixed axes that are written out instead."""
     batch: Axes
     summed: Axes
     shared: Axes
@@ -174,7 +180,7 @@ class _Roles:
 
 
 class _LayoutBuilder:
-    """Which axes are fixed and which are held, on the way back through a chain."""
+    """Tracks the fixed and the held axes from y back to x."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -184,7 +190,7 @@ class _LayoutBuilder:
         self.macs = 0
 
     def add_factor(self, f: Factor) -> LookupFactor:
-        """The layout of the next factor; what is held and fixed moves past it."""
+        """The layout of the next factor; updates the held and the fixed axes."""
         size = self.chain.size
         roles = self._roles(f)
         gathered = bool(roles.read) or self.current is None
@@ -202,13 +208,13 @@ class _LayoutBuilder:
             gathered=gathered,
             left=left,
             slice_shape=(-1, size(roles.summed), size(roles.created)),
-            product_shape=(size(roles.batch), -1, size(roles.shared + roles.created)),
+            bmm_shape=(size(roles.batch), -1, size(roles.shared + roles.created)),
             result_shape=result_shape,
             regroup=self._undo_regroup(f),
         )
 
     def _roles(self, f: Factor) -> _Roles:
-        """Decide whether a factor is gathered at its fixed axes or they are written out, whichever is smaller."""
+        """Choose between gathering a factor at its fixed axes and expanding them: the one that copies less."""
         read = tuple(a for a in f.axes if a in self.fixed)
         expanded: Axes = ()
         if self.current is not None:
@@ -225,39 +231,38 @@ class _LayoutBuilder:
         )
 
     def _left_operand(self, roles: _Roles, gathered: bool) -> Arrangement:
-        """The held tensor as the left side of a batched product: a batch of rows where the factor is gathered for each,
-        of blocks otherwise."""
+        """The held tensor as the left operand of torch.bmm, batched over rows where the factor is gathered."""
         size = self.chain.size
         self.macs += size(roles.batch + roles.shared + roles.summed + roles.created)
         if gathered:
             shape = (-1, size(roles.shared), size(roles.summed))
-            return self.arrangement(roles.expanded, (), roles.batch + roles.shared + roles.summed, shape)
+            return self.arrange(roles.expanded, (), roles.batch + roles.shared + roles.summed, shape)
         shape = (size(roles.batch), -1, size(roles.summed))
-        return self.arrangement(roles.expanded, roles.batch, roles.shared + roles.summed, shape)
+        return self.arrange(roles.expanded, roles.batch, roles.shared + roles.summed, shape)
 
     def _undo_regroup(self, f: Factor) -> Arrangement | None:
         if not f.regroup:
             return None
         old, new = f.regroup
-        arrangement = self.arrangement(self.fixed, (), new, (-1, *self._sizes(old)))
+        arrangement = self.arrange(self.fixed, (), new, (-1, *self._sizes(old)))
         self.current = old
         return arrangement
 
     def add_window(self, n: str, w: str) -> WindowScatter:
-        """The transposed window; what is held and fixed moves past it."""
+        """The transposed window; updates the held and the fixed axes."""
         assert self.current is not None
         center = self.chain.y.index(n) if n in self.fixed else None
         others = tuple(a for a in self.current if a not in (n, w))
         last = (w,) if n in self.fixed else (n, w)
         shape = (-1, self.chain.size(others), self.chain.size(last))
-        source = self.arrangement(tuple(a for a in (w,) if a in self.fixed), (), others + last, shape)
+        source = self.arrange(tuple(a for a in (w,) if a in self.fixed), (), others + last, shape)
         self.current = (*others, n)
         self.fixed = tuple(a for a in self.fixed if a != n)
         length, size = self.chain.sizes[n], self.chain.sizes[w]
         return WindowScatter(length, size, center, source, (-1, *self._sizes(self.current)))
 
-    def arrangement(self, expanded: Axes, before: Axes, after: Axes, shape: Sizes) -> Arrangement:
-        """Fixed axes written out, then the axes `before` the rows, the rows, and those `after` them."""
+    def arrange(self, expanded: Axes, before: Axes, after: Axes, shape: Sizes) -> Arrangement:
+        """Expand fixed axes, which are then no longer fixed, and order all axes: `before`, the rows, `after`."""
         assert self.current is not None
         axes = (ROW_AXIS, *self.current, *expanded)
         self.fixed = tuple(a for a in self.fixed if a not in expanded)

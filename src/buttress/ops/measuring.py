@@ -1,4 +1,4 @@
-"""Timing a layer's implementations under the same conditions, on any device."""
+"""Timing the implementations of a layer, on any device."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES, Tuning,
 TIMING_SECONDS, TUNING_SECONDS = 0.08, 0.03
 """Seconds of repetitions for a time that is stored, and for one that only compares launch options."""
 FLUSH_BYTES = 1 << 28
-"""Bytes written before each repetition, so that no cache contains what the last one left."""
+"""Bytes written before each repetition, to flush the caches of the GPU."""
 
 
 def time_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> float:
     """The median time of repeated calls.
 
     Args:
-        function: What is timed.
-        device: Where it runs.
-        seconds: About how long to repeat it.
+        function: The function to time.
+        device: The device on which it runs.
+        seconds: Approximate duration of the repetitions.
 
     Returns:
         Milliseconds.
@@ -39,7 +39,7 @@ def time_ms(function: Callable[[], object], device: torch.device, seconds: float
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def run(count: int) -> list[float]:
-        # All work is queued before any is waited for: a GPU that idles in between runs faster than in practice.
+        # Queued without waiting in between: a GPU that idles between calls would run faster than in practice.
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in pairs:
             flush.zero_()
@@ -65,7 +65,7 @@ def _cpu_time_ms(function: Callable[[], object], seconds: float) -> float:
 
 
 def graph_time_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> float:
-    """As `time_ms`, replayed from a CUDA graph: the device's time without the host's."""
+    """The median time of replaying a call from a CUDA graph, which excludes host time; otherwise as `time_ms`."""
     if device.type != "cuda":
         return time_ms(function, device, seconds)
     for _ in range(2):
@@ -77,9 +77,9 @@ def graph_time_ms(function: Callable[[], object], device: torch.device, seconds:
     return time_ms(graph.replay, device, seconds)
 
 
-@torch.enable_grad()  # projection asks for times where gradients are disabled
+@torch.enable_grad()  # may be called while gradients are disabled
 def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
-    """Times of a function's forward pass, and of forward and backward, from a CUDA graph and launched by Python.
+    """Time the forward pass of a function, and forward and backward together, with a CUDA graph and without one.
 
     Args:
         call: A function of the input.
@@ -115,15 +115,15 @@ def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[T
 def measure_layer(
     chain: Chain, label: str, tokens: int, dtype: torch.dtype, device: torch.device, *, linear: Times | None = None
 ) -> Row:
-    """Measure every implementation that takes a chain, the kernels with their fastest launch options.
+    """Time the implementations of a chain, the kernels with their fastest launch options.
 
     Args:
         chain: The chain.
         label: The structure as text.
         tokens: Tokens in the batch.
         dtype: dtype of input and factors.
-        device: Where to measure.
-        linear: Times of nn.Linear of the same sizes, where they were measured before.
+        device: The device to measure.
+        linear: Times of nn.Linear of the same sizes, if they were measured before.
 
     Returns:
         One row of the speed table.
@@ -145,7 +145,7 @@ def measure_layer(
                 with tuned(tuning):
                     times["triton"] = time_passes(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
             except OutOfResources:
-                tuning = None  # a small GPU: torch.bmm is used
+                tuning = None  # the GPU is too small for the kernels
     signature = layouts_of(chain).signature
     return Row(label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), signature, linear, times, tuning)
 
@@ -161,7 +161,7 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
     """The fastest of the candidate launch options of the kernels.
 
     Args:
-        chain: A chain that the kernels take.
+        chain: A chain that the kernels support.
         x: The input.
         factors: The factors in order of application.
 

@@ -1,6 +1,8 @@
-"""Sizes of tensors."""
+"""Root mean squares of tensors, and balancing factors by them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,3 +30,22 @@ def rms(t: Tensor) -> Tensor:
         A tensor without dimensions.
     """
     return mean_square(t).sqrt()
+
+
+def balanced(factors: Sequence[Tensor], stds: Sequence[float]) -> list[Tensor]:
+    """Rescale the factors of a matrix so that each has the same ratio of RMS to nominal standard deviation.
+
+    The matrix stays the same, up to rounding.
+
+    Args:
+        factors: The factors, of any shapes.
+        stds: Nominal standard deviation of each factor's entries.
+
+    Returns:
+        The rescaled factors; the factors as they are if one of them is zero.
+    """
+    ratios = torch.stack([rms(t) / std for t, std in zip(factors, stds, strict=True)])
+    if not ratios.all():
+        return list(factors)
+    common = ratios.log().mean().exp()
+    return [t * (common / ratio) for t, ratio in zip(factors, ratios, strict=True)]

@@ -1,4 +1,4 @@
-"""The definition of a chain: one einsum over its axes, any dtype, not optimized."""
+"""The reference implementation, which defines a chain's matrix: one einsum over its axes, not optimized."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def intermediate(chain: Chain, x: Tensor, factors: Sequence[Tensor], axes: Axes,
     Args:
         chain: The chain.
         x: The input.
-        factors: At least the factors that are applied before.
+        factors: At least the factors that are applied before it.
         axes: Order of the held axes in the result.
-        before: Number of the factor, counted from 0 in order of application.
+        before: Index of the factor, in order of application.
 
     Shape:
         x (tokens, d_in) -> (tokens, *axes).

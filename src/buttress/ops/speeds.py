@@ -1,7 +1,7 @@
-"""The speed table: how fast each implementation ran on each GPU, and from it which implementation to use.
+"""Speed tables: the measured times of each implementation on a GPU, which decide which implementation is used.
 
-The package contains a table for the GPU on which it was measured; `advise` and `calibrate` add rows for other GPUs and
-sizes, stored as JSON in the user's cache. Layers without a similar measured one run on torch.bmm.
+The package contains tables for some GPUs. `advise` and `calibrate` add rows for other GPUs and sizes, stored as JSON in
+the user's cache. A layer without a similar measured one uses torch.bmm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_SIZE_RATIO = 4.0
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one layer. Field names are those of the speed tables.
+    """Times of one layer in milliseconds. Field names are those of the speed tables.
 
     Args:
         forward: Forward pass, replayed from a CUDA graph.
@@ -47,32 +47,32 @@ class Times:
     forward_eager: float
     both_eager: float
 
-    def of(self, *, training: bool, launched: bool) -> float:
+    def of(self, *, training: bool, compiled: bool) -> float:
         """One of the four times.
 
         Args:
-            training: Forward and backward pass rather than the forward pass alone.
-            launched: Whether a compiler or a CUDA graph does the launching.
+            training: Whether to return the time of forward and backward pass rather than of the forward pass alone.
+            compiled: Whether a compiled function or a CUDA graph launches the kernels, rather than Python.
 
         Returns:
             Milliseconds.
         """
         if training:
-            return self.both if launched else self.both_eager
-        return self.forward if launched else self.forward_eager
+            return self.both if compiled else self.both_eager
+        return self.forward if compiled else self.forward_eager
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layer on one GPU. Field names are those of the speed tables.
+    """Measured times of one layer on one GPU. Field names are those of the speed tables.
 
     Args:
         structure: The structure as text.
         d_in: Input features.
         d_out: Output features.
         tokens: Tokens in the batch.
-        dtype: As `dtype_key` names it.
-        signature: Sizes of the chain for the kernels; None where they do not take it.
+        dtype: Name of the dtype, from `dtype_key`.
+        signature: Sizes of the chain for the kernels; None where they do not support it.
         linear: Times of nn.Linear of the same sizes.
         times: Times by implementation.
         tuning: The fastest launch options of the kernels, where they were measured.
@@ -95,7 +95,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, int, int, int, str]:
-        """What a row of a table is identified by."""
+        """The fields that identify a row of a table."""
         return self.structure, self.d_in, self.d_out, self.tokens, self.dtype
 
     def as_json(self) -> dict[str, Any]:
@@ -104,7 +104,17 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
-        """The inverse of `as_json`; raises ValueError, KeyError or TypeError for other data."""
+        """The inverse of `as_json`.
+
+        Args:
+            data: The row as plain data.
+
+        Returns:
+            The row.
+
+        Raises:
+            ValueError, KeyError, TypeError: If the data is not a row.
+        """
         tuning, signature = data["tuning"], data["signature"]
         if signature:
             sizes, scattered = signature
@@ -131,13 +141,13 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=8)
 def table(device: str) -> tuple[Row, ...]:
-    """A GPU's speed table: the rows that the package contains, and the user's own, which replace them.
+    """A GPU's speed table: the rows of the package, and those of the user's cache, which take precedence.
 
     Args:
-        device: Name of the GPU, as torch.cuda.get_device_name gives it.
+        device: Name of the GPU, from torch.cuda.get_device_name.
 
     Returns:
-        The rows; none where nothing was measured. A file that is not a table is ignored with a warning.
+        The rows; empty if nothing was measured. A file that is not a table is ignored with a warning.
     """
     name = _file_name(device)
     shipped = _read_or_warn(lambda: resources.files("buttress.ops").joinpath("tables", name))
@@ -146,13 +156,13 @@ def table(device: str) -> tuple[Row, ...]:
 
 
 unwritten_rows: dict[str, list[Row]] = {}
-"""Rows by GPU that could not be written to the user's cache; they count while this process lives."""
+"""Rows by GPU that could not be written to the user's cache; they are used by this process only."""
 
 
 def store_rows(device: str, rows: Iterable[Row]) -> None:
     """Add rows to the user's speed table for a GPU, in one step; later rows replace earlier ones of the same layer.
 
-    Several processes may do so at once. Where nothing can be written, the rows count in this process alone.
+    Several processes may do so at the same time. If nothing can be written, the rows are used by this process only.
 
     Args:
         device: Name of the GPU.
@@ -186,7 +196,7 @@ def write(path: Path, device: str, rows: Iterable[Row]) -> None:
 
 
 def clear_caches() -> None:
-    """Forget what was read from tables and decided from them, so that they are read again."""
+    """Clear the caches of tables and of decisions based on them, so that the tables are read again."""
     for cached in (table, prefers_kernels_cached, measured_tuning):
         cached.cache_clear()
 
@@ -197,25 +207,25 @@ def _file_name(device: str) -> str:
 
 
 def _read(file: Path | Traversable) -> list[Row]:
-    """The rows of a table; none where there is no file."""
+    """The rows of a table; empty if there is no file."""
     if not file.is_file():
         return []
     return [Row.from_json(row) for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
 
 
 def _read_or_warn(locate: Callable[[], Path | Traversable]) -> list[Row]:
-    """The rows of a table; none, with a warning, where it cannot be read: speed is not worth a crash."""
+    """The rows of a table; empty, with a warning rather than an error, if it cannot be read."""
     source: object = "the user's cache"
     try:
         source = file = locate()
         return _read(file)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"{source} is not a table of measured speeds and is ignored: {error!r}", stacklevel=3)
+        warnings.warn(f"{source} is not a speed table and is ignored: {error!r}", stacklevel=3)
         return []
 
 
 def _read_if_sound(path: Path) -> tuple[list[Row], bool]:
-    """The rows of a file, and whether it was a table."""
+    """The rows of a file, and whether it is a valid table."""
     try:
         return _read(path), True
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -234,11 +244,11 @@ def nearest(rows: Iterable[Row], signature: Signature, dtype: str, tokens: int |
     Args:
         rows: Measured layers.
         signature: Sizes of the chain; see `StridedChain.signature`.
-        dtype: As `dtype_key` names it.
+        dtype: Name of the dtype, from `dtype_key`.
         tokens: Tokens in the batch; None to leave them out of the comparison.
 
     Returns:
-        The row with the smallest sum of log-ratios, or None where no row is within `MAX_SIZE_RATIO` in every size.
+        The row with the smallest sum of log-ratios, or None if no row is within `MAX_SIZE_RATIO` in every size.
     """
     best, least = None, inf
     for row in rows:
@@ -257,16 +267,16 @@ def nearest(rows: Iterable[Row], signature: Signature, dtype: str, tokens: int |
 
 
 def dtype_key(dtype: torch.dtype) -> str:
-    """A dtype as the tables name it: "tf32" for float32 where its matrix products are computed in tf32."""
+    """Name of a dtype in the tables: "tf32" for float32 if its matmuls are computed in tf32."""
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return str(dtype)
 
 
 def prefers_kernels(
-    signature: Signature, dtype: torch.dtype, index: int, tokens: int, training: bool, launched: bool
+    signature: Signature, dtype: torch.dtype, index: int, tokens: int, training: bool, compiled: bool
 ) -> bool:
-    """Whether the fused kernels are faster than torch.bmm for such a layer, as far as anything similar was measured.
+    """Whether the fused kernels are faster than torch.bmm for a layer.
 
     Args:
         signature: Sizes of the chain.
@@ -274,12 +284,12 @@ def prefers_kernels(
         index: Index of the GPU.
         tokens: Tokens in the batch.
         training: Whether a backward pass follows.
-        launched: Whether a compiler or a CUDA graph does the launching.
+        compiled: Whether a compiled function or a CUDA graph launches the kernels, rather than Python.
 
     Returns:
-        True for the kernels, False for torch.bmm.
+        True if they were faster for the most similar measured layer; False if they were not, or none is similar.
     """
-    return prefers_kernels_cached(signature, dtype_key(dtype), index, max(tokens, 1).bit_length(), training, launched)
+    return prefers_kernels_cached(signature, dtype_key(dtype), index, max(tokens, 1).bit_length(), training, compiled)
 
 
 # A compiler calls it once and does not trace it: torch.compiler.assume_constant_result, without importing it.
@@ -288,27 +298,27 @@ prefers_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=4096)
 def prefers_kernels_cached(
-    signature: Signature, dtype: str, index: int, token_bits: int, training: bool, launched: bool
+    signature: Signature, dtype: str, index: int, token_bits: int, training: bool, compiled: bool
 ) -> bool:
     """As `prefers_kernels`, with the tokens rounded down to a power of two, given by its bit length."""
     row = nearest(table(gpu_name(index)), signature, dtype, 1 << (token_bits - 1))
     if row is None or "triton" not in row.times:
         return False
-    ms = {name: times.of(training=training, launched=launched) for name, times in row.times.items()}
+    ms = {name: times.of(training=training, compiled=compiled) for name, times in row.times.items()}
     return ms["triton"] < ms["bmm"]
 
 
 @lru_cache(maxsize=4096)
 def measured_tuning(signature: Signature, dtype: str, index: int) -> Tuning | None:
-    """The fastest launch options for the most similar measured layer, or None.
+    """The fastest launch options of the most similar measured layer.
 
     Args:
         signature: Sizes of the chain.
-        dtype: As `dtype_key` names it.
+        dtype: Name of the dtype, from `dtype_key`.
         index: Index of the GPU.
 
     Returns:
-        The launch options, if anything similar was measured on this GPU.
+        The launch options, or None if no similar layer was measured on this GPU.
     """
     row = nearest((r for r in table(gpu_name(index)) if r.tuning), signature, dtype, None)
     return None if row is None else row.tuning

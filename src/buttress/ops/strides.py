@@ -1,10 +1,10 @@
-"""A chain as the fused kernels see it: for each factor, strides into what it reads and writes. No triton here.
+"""Chains as the fused kernels read them: for each factor, strides into its source and its target. No triton here.
 
 x and y are (tokens, columns). The intermediates between factors are (tile, row, token): tokens are the fastest axis,
 in tiles. Each block of a factor reads the entries `offset + strides(k)` of its source, multiplies them by its slice of
 the weight, and writes to `offset + strides(j)` of its target. An entry is a column of x or y, or a row of an
-intermediate. The shuffle between two factors is contained in these numbers, so a chain of any structure fits if its
-index sets need at most two strides.
+intermediate. The permutation between two factors is contained in these numbers, so the kernels support a chain of any
+structure whose index sets need at most two strides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from math import gcd, prod
 from buttress.core.chain import Axes, Chain
 
 Signature = tuple[tuple[tuple[int, int, int], ...], bool]
-"""What the speed of the kernels depends on; see `StridedChain.signature`."""
+"""Sizes on which the speed of the kernels depends; see `StridedChain.signature`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Strides:
 
     @classmethod
     def of(cls, sizes: Sequence[int], strides: Sequence[int]) -> Strides | None:
-        """The strides of nested axes, slowest first, or None where they take more than two."""
+        """The strides of nested axes, slowest first, or None where they need more than two."""
         merged = _merge_axes([(n, (s,)) for n, s in zip(sizes, strides, strict=True)])
         match merged:
             case []:
@@ -46,7 +46,7 @@ class Strides:
 
 @dataclass(frozen=True)
 class BlockAxis:
-    """One axis along which a factor's blocks are numbered, and what a step along it adds to each offset."""
+    """One axis along which a factor's blocks are numbered, and the stride along it of each offset."""
 
     size: int
     source_stride: int
@@ -57,25 +57,31 @@ class BlockAxis:
 
 @dataclass(frozen=True)
 class StridedFactor:
-    """One factor: where its blocks read, where they write, and which slice of the weight they use."""
+    """The strides of one factor.
+
+    Args:
+        source: Strides of a block's inputs.
+        target: Strides of a block's outputs.
+        block_axes: Axes along which the blocks are numbered.
+        slices: Number of slices of the weight.
+    """
 
     source: Strides
     target: Strides
     block_axes: tuple[BlockAxis, ...]
     slices: int
-    """Number of slices of the weight."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        # Launch plans are looked up by it on every call.
+        # Cached, because launch plans are looked up by it on every call.
         return hash((self.source, self.target, self.block_axes, self.slices))
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks of work: each slice once for everything that shares it."""
+        """Number of blocks: each slice counts once for every position that shares it."""
         return prod(axis.size for axis in self.block_axes)
 
     @property
@@ -104,7 +110,7 @@ class StridedFactor:
 
     @cached_property
     def alignment(self) -> tuple[int, int]:
-        """Common divisors of all source offsets and of all target offsets, at most 16, the widest that matters."""
+        """Common divisors of all source offsets and of all target offsets, up to 16, the widest access."""
         return (
             gcd(16, *(axis.source_stride for axis in self.block_axes)),
             gcd(16, *(axis.target_stride for axis in self.block_axes)),
@@ -113,7 +119,7 @@ class StridedFactor:
 
 @dataclass(frozen=True)
 class StridedChain:
-    """A whole chain.
+    """The strides of a whole chain.
 
     Args:
         factors: The factors in order of application.
@@ -151,8 +157,10 @@ class StridedChain:
 
     @cached_property
     def signature(self) -> Signature:
-        """What the speed depends on: (blocks, inputs, outputs) of each factor, and whether x or y is read or written
-        in single numbers rather than in contiguous runs."""
+        """(blocks, inputs, outputs) of each factor, and whether x or y is accessed in single numbers.
+
+        The alternative is contiguous access. The speed of the kernels depends on these.
+        """
         sizes = tuple((f.blocks, f.source.size, f.target.size) for f in self.factors)
         return sizes, self.factors[0].source.inner_stride != 1 or self.factors[-1].target.inner_stride != 1
 
@@ -189,7 +197,7 @@ def strided_chain(chain: Chain) -> StridedChain | None:
         chain: Any chain.
 
     Returns:
-        The chain for the kernels, or None where it has a window, a regroup, or axes that take more than two strides.
+        The strides, or None where the chain has a window, a regroup, or axes that need more than two strides.
     """
     if chain.window or any(f.regroup for f in chain.factors):
         return None
@@ -219,7 +227,7 @@ def _contiguous_strides(chain: Chain, axes: Axes) -> dict[str, int]:
 
 
 def _merge_axes(axes: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Join neighbouring axes of (size, strides) that act as one, and drop axes of size 1."""
+    """Join neighboring axes of (size, strides) that act as one, and drop axes of size 1."""
     merged: list[tuple[int, tuple[int, ...]]] = []
     for size, strides in axes:
         if size == 1:

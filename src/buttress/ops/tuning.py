@@ -1,4 +1,4 @@
-"""What can be chosen about a launch without changing a result. No triton here."""
+"""Launch options of the fused kernels, which do not change results. No triton here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Forward:
     Args:
         warps: Warps per program.
         stages: Tiles in flight at a time, as far as shared memory allows.
-        out: Most outputs of a block that one program computes.
+        out: Maximum number of a block's outputs that one program computes.
         programs: Programs per multiprocessor for a factor with a launch of its own.
         fuse: Whether both factors of a pair run in one launch, where that is possible.
     """
@@ -37,7 +37,7 @@ class Backward:
         warps: Warps per program.
         stages: Tiles in flight at a time, as far as shared memory allows.
         programs: Programs per multiprocessor.
-        numbers: Most entries of a weight's gradient that one program keeps in registers.
+        numbers: Maximum number of entries of a weight's gradient that one program keeps in registers.
     """
 
     warps: int = 8
@@ -67,15 +67,15 @@ BACKWARD_CANDIDATES = (
     Backward(warps=4, programs=4),
     Backward(warps=4, stages=2, programs=4),
 )
-"""What is tried when a GPU is measured: each was the fastest for some layer on one H200."""
+"""Launch options that are compared when a GPU is measured: each was the fastest for some layer on an H200."""
 
 
 def default_tuning(signature: Signature, itemsize: int) -> Tuning:
-    """Launch options for a layer that was never measured: the fastest most often on one H200.
+    """Launch options for a layer without a similar measured one: those that were most often the fastest on an H200.
 
     Args:
         signature: Sizes of the chain; see `StridedChain.signature`.
-        itemsize: Bytes of one number.
+        itemsize: Bytes per number.
 
     Returns:
         The launch options.

@@ -14,14 +14,14 @@ from buttress.text_table import render
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter's learning rate and where it comes from.
+    """One parameter's learning rate and the reasons for it.
 
     Attributes:
         name: Name of the parameter; the first of several.
         shape: Its shape, as text.
-        fan_in: How many inputs one of its slices adds up; 1 for a vector.
-        std: Nominal scale of a factor's entries, else None.
-        multiplier: Its learning rate over `lr`.
+        fan_in: Number of inputs that one of its slices adds up; 1 for a vector.
+        std: Nominal standard deviation of a factor's entries, else None.
+        multiplier: Its learning rate divided by the argument `lr`.
         lr: Its learning rate.
         weight_decay: Its weight decay.
         why: The reasons for the multiplier.
@@ -69,7 +69,7 @@ def explain(
     """The rates that `param_groups` gives, parameter by parameter, with the reasons for each.
 
     Args:
-        model: As for `param_groups`, and so are the other arguments.
+        model: The model. All arguments are those of `param_groups`.
         lr: The rate that suits the dense model, at the width of `base` if that is given.
         base: The width where `lr` was tuned: a model, or {module name: d_in or (d_in, d_out)}.
         weight_decay: Weight decay of matrices and tables.

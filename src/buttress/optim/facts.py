@@ -1,7 +1,7 @@
-"""What a module says of its parameters: which matrix each belongs to, and the sizes of that matrix.
+"""Facts about parameters: the matrix that each belongs to, and its sizes.
 
-The facts come from the module that owns a parameter, by name. Nothing is attached to parameters, so the facts hold
-after deepcopy, torch.compile, fully_shard and loading.
+They are derived from the module that owns a parameter, by name. Nothing is attached to parameters, so the facts are
+the same after deepcopy, torch.compile, fully_shard and loading.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from buttress.core.chain import Chain
-from buttress.core.scaling import lookup
+from buttress.core.scaling import lookup_slices
 from buttress.inspection.names import is_conv1d, join, modules
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
@@ -21,19 +21,19 @@ from buttress.nn.structured import Structured
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
-    """One parameter as its module describes it.
+    """Facts about one parameter.
 
     Attributes:
-        kind: What the parameter is, in words, for the explanation.
-        layer: Name of the module whose width counts.
+        kind: Description of the parameter, for `explain`.
+        layer: Name of the layer whose width determines the learning rate.
         d_in: Input size of the matrix; 1 for a vector.
         d_out: Output size of the matrix, or length of the vector.
         is_matrix: False for vectors and embeddings, which add up no inputs.
         decays: Whether weight decay applies.
         chain: For a factor, the chain that it belongs to.
         factor: For a factor, its name in the chain.
-        std: For a factor, its nominal scale.
-        row_std: For a factor of an embedding, the scale of the entries of the rows.
+        std: For a factor, the nominal standard deviation of its entries.
+        row_std: For a factor of an embedding, the standard deviation of the entries of the rows.
         share: The fraction of a fused layer's outputs that this layer has.
     """
 
@@ -70,7 +70,7 @@ def parameter_facts(model: nn.Module) -> dict[str, ParameterFacts]:
         if isinstance(module, SplitLinear):
             shares |= {id(p): n / module.out_features for p, n in zip(module.parts, module.sizes, strict=True)}
         for key, f in _module_facts(name, module).items():
-            # A structured layer describes its factors before the ParameterDict that holds them does.
+            # A structured layer precedes the ParameterDict that contains its factors.
             facts.setdefault(join(name, key), replace(f, share=shares.get(id(module), 1.0)))
     return facts
 
@@ -82,7 +82,7 @@ def _module_facts(name: str, module: nn.Module) -> dict[str, ParameterFacts]:
 
 
 def _dense_facts(name: str, module: nn.Module, key: str, p: nn.Parameter) -> ParameterFacts:
-    """Facts about a parameter that is stored as it acts."""
+    """Facts about a parameter of a dense module."""
     decays = p.dim() >= 2
     if (matrix := _dense_matrix(name, module, key, p)) is not None:
         return matrix
@@ -154,12 +154,12 @@ def _linear_factors(name: str, module: Structured) -> dict[str, ParameterFacts]:
 
 def _embedding_factors(name: str, module: StructuredEmbedding) -> dict[str, ParameterFacts]:
     """Like the rows of a dense embedding, factors whose rows are looked up are not applied to features."""
-    reads = lookup(module.chain)
+    slices = lookup_slices(module.chain)
     return {
         f.name: ParameterFacts(
             kind=f"factor of {module.structure}: rows are looked up",
             layer=name,
-            d_in=round(reads[f.name].fan_in),
+            d_in=round(slices[f.name].fan_in),
             d_out=module.chain.d_in,
             decays=True,
             chain=module.chain,

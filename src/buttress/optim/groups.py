@@ -23,18 +23,18 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer with the right learning rate for every parameter.
 
-    Call it before or after deepcopy, torch.compile, fully_shard or loading: the rates are the same.
+    The rates are the same before and after deepcopy, torch.compile, fully_shard and loading.
 
     Args:
         model: The model. Frozen parameters are left out, tied ones appear once.
         lr: The rate that suits the dense model, at the width of `base` if that is given.
         base: The width where `lr` was tuned: a model, which may be on the meta device, or
-            {module name: d_in or (d_in, d_out)}. None: the width of `model`.
+            {module name: d_in or (d_in, d_out)}. Default: the width of `model`.
         weight_decay: Weight decay of matrices and tables; vectors, norms and gains get none.
         rule: "adam" (also AdamW), "sgd", "sign" (Lion) or "muon".
         scale: Globs over parameter names, each with an extra multiplier; the first match wins.
-        structure_aware: Whether each factor gets the rate that suits its sizes. False gives it the dense layer's rate:
-            the naive rule, for comparison.
+        structure_aware: Whether each factor gets the rate that suits its sizes. If False, it gets the dense layer's
+            rate, which is the naive rule, for comparison.
 
     Returns:
         One group per distinct (rate, decay, rule), so that foreach and fused optimizers stay fast. Each has two extra

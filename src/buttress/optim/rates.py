@@ -34,11 +34,11 @@ class ParameterRate:
     Attributes:
         name: The first of its names.
         parameter: The parameter.
-        facts: What its module says of it.
-        multiplier: Its learning rate over the base rate.
+        facts: Facts about it.
+        multiplier: Its learning rate divided by the base rate.
         weight_decay: Its weight decay.
         rule: The rule that trains it.
-        why: The reasons, in words.
+        why: The reasons for the multiplier, as text.
     """
 
     name: str
@@ -111,7 +111,7 @@ def _rate(
         name=name,
         parameter=parameter,
         facts=facts,
-        # Equal rates that come from different divisions differ in the last bit, and would form two groups.
+        # Rounded, because equal rates from different divisions may differ in the last bit and form two groups.
         multiplier=float(f"{multiplier:.14g}"),
         weight_decay=options.weight_decay if facts.decays else 0.0,
         rule=rule,
@@ -120,7 +120,7 @@ def _rate(
 
 
 def _kappa(facts: ParameterFacts, chain: Chain, rule: str) -> tuple[float, str]:
-    """A factor's rate over that of the dense layer or embedding that its chain replaces, and the reason."""
+    """A factor's rate divided by that of the dense layer or embedding that its chain replaces, and the reason."""
     factor = next(f for f in chain.factors if f.name == facts.factor)
     if facts.row_std is None:
         sizes = f"slice {factor.d_out}x{factor.d_in} of a {chain.d_out}x{chain.d_in} layer"

@@ -1,4 +1,4 @@
-"""How a learning rate that was tuned at one width transfers to another."""
+"""Width transfer: using a learning rate that was tuned at one width for a model of another width."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WidthTransfer:
     """Ratios between the learning rate of a layer and that of the same layer of the base.
 
     Args:
-        base: The base, or None where the rate was tuned for this very model.
+        base: The base, or None if the rate was tuned for the model itself.
         facts: Facts about the parameters of the model, to check the names of a base given by sizes.
 
     Raises:
@@ -39,7 +39,7 @@ class WidthTransfer:
             _check_layers_exist(self._base_sizes, {f.layer for f in facts.values()})
 
     def multiplier(self, name: str, facts: ParameterFacts, rule: str) -> tuple[float, str]:
-        """The rate of a parameter's layer over that of the same layer of the base.
+        """The rate of a parameter's layer divided by that of the same layer of the base.
 
         Args:
             name: Name of the parameter.
@@ -47,7 +47,7 @@ class WidthTransfer:
             rule: The optimizer rule that trains it.
 
         Returns:
-            The ratio, and its reason in words; 1 and no words without a base.
+            The ratio, and its reason as text; 1 and an empty text without a base.
 
         Raises:
             RuleError: If the base lacks the layer, or a size that the rule needs.
@@ -94,7 +94,7 @@ class WidthTransfer:
     def _sizes_in_base(
         facts: ParameterFacts, base_sizes: Mapping[str, tuple[int, int | None]]
     ) -> tuple[int, float | None]:
-        """Sizes of the base's layer of this name, or of its share of a fused layer."""
+        """Sizes of the base's layer of this name, or of this layer's share of a fused layer of the base."""
         name = facts.layer
         while name not in base_sizes and "." in name:
             name = name.rpartition(".")[0]
@@ -108,7 +108,7 @@ class WidthTransfer:
 
 def _layer_sizes(base: nn.Module, facts: Mapping[str, ParameterFacts]) -> dict[str, tuple[int, int | None]]:
     sizes: dict[str, tuple[int, int | None]] = {f.layer: f.layer_sizes for f in facts.values() if f.is_matrix}
-    # A layer of the model may be in one piece where the base has parts.
+    # A layer that is split in the base may be in one piece in the model.
     for name, module in modules(base):
         if isinstance(module, SplitLinear):
             sizes[name] = (module.in_features, module.out_features)

@@ -1,21 +1,21 @@
-"""From a dense matrix to the factors of a structure, with the error.
+"""Projection of a dense matrix onto a structure: the nearest factors, and their error.
 
-The chain determines the algorithm. Written over the chain's axes, the matrix is a tensor. The factor that acts first
-and all later factors together are two halves of it. Axes of the matrix that both halves have index independent
-blocks; axes that only the halves have are the bond between them. Each block is an ordinary matrix, and its truncated
-SVD is the best split. The rest is treated the same way until one factor is left.
+The algorithm follows from the chain. Written over the chain's axes, the matrix is a tensor, and it is to be split into
+the first factor and the contraction of all later factors. Axes of the matrix that both have index independent blocks;
+axes that both have and the matrix has not are the bond between them. Each block is a matrix, and its truncated SVD is
+the best split. The later factors are split in the same way.
 
 With two factors the result is optimal in Frobenius norm: low rank, Kronecker (Van Loan), Monarch, two-core
 Tensor-Train and BTT. With more it is the paper's greedy recursion. There is one exception: a structure that shares its
-factors and is padded (Kronecker and Tensor-Train of sizes that do not split) also fits the padding's zeros, and comes
-near the optimum without reaching it. Sweeps of alternating least squares (refinement.py) improve these cases.
+factors and is padded (Kronecker and Tensor-Train of sizes that do not split) also fits the zeros of the padding, and is
+close to the optimum without reaching it. Sweeps of alternating least squares (refinement.py) improve these cases.
 
-With the second moments of a layer's inputs, the nearest matrix is the one whose outputs are nearest. The blocks of the
-first factor are whitened first. Where inputs of different blocks are uncorrelated, or there is one block, as for low
-rank, the result is again optimal; elsewhere sweeps improve it.
+With the second moments of a layer's inputs, the nearest matrix is the one whose outputs are nearest. The inputs of each
+block of the first factor are whitened first. If inputs of different blocks are uncorrelated, or there is one block, as
+for low rank, the result is again optimal; otherwise sweeps improve it.
 
-`project` does all of it. Those who compare many structures for one weight use its three steps: `draft`, `refined` and
-`finished`, which share a `Target` and resume exactly.
+`project` does all of it. To compare many structures for one weight, use its three steps `draft`, `refined` and
+`finished`, which share a `Target`; sweeps can be added later with the same result.
 """
 
 from __future__ import annotations
@@ -31,42 +31,62 @@ from buttress.core.chain import Axes, Chain, Factor
 from buttress.core.scaling import init_std
 from buttress.core.structures import Structure
 from buttress.errors import ChainError, ShapeError, StructureError
-from buttress.projection.refinement import refine, root
+from buttress.ops.norms import balanced
+from buttress.projection.refinement import moment_root, refine
 
 SWEEPS = 10
-"""Sweeps of `project` by default where moments are given."""
+"""Default number of sweeps of `project` with moments."""
 DAMPING = 1e-2
+"""Default damping of the moments, as a multiple of their mean diagonal."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """The factors that `project` computes, and how far from the matrix they are.
+    """The factors that `project` computes, and their errors.
+
+    Attributes:
+        factors: The factors by name, in order of application.
+        relative_error: Frobenius norm of the difference divided by that of the matrix.
+        output_error: The same for the outputs on inputs with the given moments; without moments, `relative_error`.
 
     Shape:
-        factors: (blocks, d_out, d_in) each, by name.
+        factors: (blocks, d_out, d_in) each.
     """
 
     factors: dict[str, Tensor]
     relative_error: float
-    """Frobenius norm of the difference divided by that of the matrix."""
     output_error: float
-    """The same for the outputs on inputs with the given moments; without moments, equal to `relative_error`."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A weight to approximate, and the inputs on which errors are measured: see `Target.of`."""
+    """A weight to approximate, and the inputs for which errors are measured; build one with `Target.of`.
+
+    Attributes:
+        weight: The weight in float32 or float64, of shape (d_out, d_in).
+        dtype: dtype of the original weight, and of the factors of a finished projection.
+        root: C, where C C^T are the damped moments of the inputs; None without moments.
+    """
 
     weight: Tensor
-    """(d_out, d_in), in float32 or better."""
     dtype: torch.dtype
-    """Of the factors in the end: that of the weight as it was given."""
     root: Tensor | None
-    """C with C C^T the damped moments of the inputs; None where none were given."""
 
     @classmethod
     def of(cls, weight: Tensor, moments: Tensor | None = None, damping: float = DAMPING) -> Target:
-        """Check a weight and its moments. The moments are factorized here, once for all structures."""
+        """Check a weight and its moments, and factorize the moments, once for all structures.
+
+        Args:
+            weight: The dense matrix, of shape (d_out, d_in).
+            moments: Second moments of the inputs, of shape (d_in, d_in).
+            damping: Multiple of the mean diagonal that is added to the moments.
+
+        Returns:
+            The target.
+
+        Raises:
+            ShapeError: If the weight is not a finite matrix, or the moments do not fit it.
+        """
         if weight.dim() != 2:
             raise ShapeError(f"project takes a (d_out, d_in) matrix, got a tensor of shape {tuple(weight.shape)}")
         if not bool(weight.isfinite().all()):
@@ -75,7 +95,7 @@ class Target:
         exact = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
         if moments is not None and moments.shape != (d_in, d_in):
             raise ShapeError(f"the moments of {d_in} inputs are ({d_in}, {d_in}), got {tuple(moments.shape)}")
-        return cls(exact, weight.dtype, None if moments is None else root(moments.to(exact), damping))
+        return cls(exact, weight.dtype, None if moments is None else moment_root(moments.to(exact), damping))
 
     def chain(self, structure: Structure) -> Chain:
         """The chain of a structure at the weight's sizes."""
@@ -84,22 +104,27 @@ class Target:
 
 @dataclass(frozen=True)
 class Draft:
-    """A projection that can be refined further: its factors are neither balanced nor rounded yet."""
+    """A projection that can be refined further: its factors are neither balanced nor rounded yet.
+
+    Attributes:
+        chain: The chain of the structure.
+        tensors: The factors in order of application.
+        sweeps: Number of sweeps done or, after convergence, requested.
+        converged: Whether further sweeps would change nothing.
+    """
 
     chain: Chain
     tensors: list[Tensor]
     sweeps: int = 0
-    """Sweeps done, those included that had nothing left to improve."""
     converged: bool = False
-    """Whether more sweeps would change nothing."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that the factors take."""
+        """Bytes of all factors."""
         return sum(t.nbytes for t in self.tensors)
 
     def to(self, device: torch.device | str) -> Draft:
-        """The same on another device."""
+        """A copy on another device."""
         return replace(self, tensors=[t.to(device) for t in self.tensors])
 
 
@@ -114,14 +139,14 @@ def project(
 ) -> Projection:
     """Project a dense weight onto a structure: find the matrix of this structure that is nearest to it.
 
-    Law: project(s, dense form of project(s, W)) has error 0 up to rounding, and a W that has the structure is
-    recovered. Errors are those of the factors before they are rounded to the weight's dtype.
+    A weight that has the structure already is recovered up to rounding. Errors are those of the factors before they
+    are rounded to the weight's dtype.
 
     Args:
         structure: The structure to project onto.
         weight: The dense matrix, as in `nn.Linear.weight`. Half precision is computed in float32.
-        moments: Mean of x x^T over the layer's inputs x, from `moments()`. With it the outputs are brought nearest
-            instead of the weights.
+        moments: Mean of x x^T over the layer's inputs x, from `moments()`. With them the error of the outputs is
+            minimized instead of that of the weight.
         sweeps: Sweeps of alternating least squares after the closed form; they never increase the error.
             Default: 10 with moments, none without.
         damping: Multiple of the mean diagonal that is added to the moments, for directions that no input had.
@@ -134,8 +159,8 @@ def project(
 
     Raises:
         ShapeError: If the weight is not a finite matrix, or the moments do not fit it.
-        StructureError: If a rank is above the bound at which the structure holds any matrix exactly.
-        ChainError: If no projection is known for the structure's chain.
+        StructureError: If a rank is larger than needed to represent any matrix exactly.
+        ChainError: If projection does not support the structure's chain.
 
     Example:
         >>> projection = bt.project(bt.BTT(rank=4), linear.weight)
@@ -149,23 +174,43 @@ def project(
 
 @torch.no_grad()
 def draft(structure: Structure, target: Target) -> Draft:
-    """The closed form as a draft, which sweeps can improve unless it is the optimum on known inputs."""
+    """Project in closed form: optimal for two factors, greedy for more.
+
+    Args:
+        structure: The structure to project onto.
+        target: The weight to approximate.
+
+    Returns:
+        A draft, which `refined` can improve.
+
+    Raises:
+        StructureError: If a rank is larger than needed to represent any matrix exactly.
+        ChainError: If projection does not support the structure's chain.
+    """
     chain = target.chain(structure)
-    return Draft(chain, closed_form(chain, target), converged=target.root is not None and _one_block(chain))
+    return Draft(chain, closed_form(chain, target), converged=target.root is not None and _has_one_block(chain))
 
 
 def closed_form(chain: Chain, target: Target) -> list[Tensor]:
-    """Factors in closed form: optimal for two factors, greedy for more."""
+    """The factors in order of application, with the nearest outputs where the target has moments."""
     if target.root is None:
         return _nearest(chain, target.weight)
-    return _whitened(chain, target.weight, target.root)
+    return _nearest_outputs(chain, target.weight, target.root)
 
 
 @torch.no_grad()
 def refined(start: Draft, target: Target, sweeps: int) -> Draft:
-    """A draft after that many sweeps in all, those that it had before included.
+    """Improve a draft by sweeps of alternating least squares.
 
-    Sweeps can be split: refining to two and then to four gives the same bits as refining to four.
+    Refining to two sweeps and then to four gives the same bits as refining to four.
+
+    Args:
+        start: The draft, which is not modified.
+        target: The weight to approximate.
+        sweeps: Total number of sweeps, including those that the draft had before.
+
+    Returns:
+        The refined draft.
     """
     if sweeps <= start.sweeps:
         return start
@@ -184,49 +229,60 @@ def refined(start: Draft, target: Target, sweeps: int) -> Draft:
 
 @torch.no_grad()
 def finished(draft: Draft, target: Target) -> Projection:
-    """The projection of a draft: factors balanced, errors measured, then rounded to the weight's dtype."""
-    tensors = _balanced(draft.chain, draft.tensors)
+    """Balance the factors of a draft, measure their errors, and round them to the weight's dtype.
+
+    Args:
+        draft: The draft, which is not modified.
+        target: The weight to approximate.
+
+    Returns:
+        The projection.
+    """
+    tensors = balanced(draft.tensors, [init_std(f) for f in draft.chain.factors])
     difference = ops.dense(draft.chain, tensors) - target.weight
-    error = output_error = _ratio(difference, target.weight)
+    error = output_error = _norm_ratio(difference, target.weight)
     if target.root is not None:
-        output_error = _ratio(difference @ target.root, target.weight @ target.root)
+        output_error = _norm_ratio(difference @ target.root, target.weight @ target.root)
     factors = {f.name: t.to(target.dtype) for f, t in zip(draft.chain.factors, tensors, strict=True)}
     return Projection(factors, error, output_error)
 
 
-def _ratio(part: Tensor, whole: Tensor) -> float:
-    return float(torch.linalg.norm(part) / torch.linalg.norm(whole).clamp_min(1e-30))
+def _norm_ratio(difference: Tensor, reference: Tensor) -> float:
+    return float(torch.linalg.norm(difference) / torch.linalg.norm(reference).clamp_min(1e-30))
 
 
-def _one_block(chain: Chain) -> bool:
+def _has_one_block(chain: Chain) -> bool:
     """Whether whitening gives the optimum: two factors, and all inputs in one block of the first."""
     first = chain.factors[0]
     return len(chain.factors) == 2 and first.blocks == first.shared == 1 and not (chain.window or first.regroup)
 
 
-def _whitened(chain: Chain, exact: Tensor, lower: Tensor) -> list[Tensor]:
-    """The nearest if inputs correlate only within the first factor's blocks, or the plain nearest if that is better."""
+def _nearest_outputs(chain: Chain, weight: Tensor, root: Tensor) -> list[Tensor]:
+    """The factors with the nearest outputs, optimal if inputs correlate only within the first factor's blocks.
+
+    Where they correlate between blocks, the factors without moments are returned if their outputs are nearer.
+    """
     first = chain.factors[0]
     if chain.window or first.regroup:
-        return _nearest(chain, exact)
+        return _nearest(chain, weight)
     pad_in = chain.padding[0]
-    order = _input_order(chain, first.batch_axes + first.shared_axes + first.in_axes, exact.device)
-    padded = F.pad(lower, (0, pad_in, 0, pad_in))[order]
+    order = _input_order(chain, first.batch_axes + first.shared_axes + first.in_axes, weight.device)
+    padded = F.pad(root, (0, pad_in, 0, pad_in))[order]
     blocks = padded.reshape(first.blocks, first.shared, first.d_in, -1)
-    # Padding and blocks without any input have no moments: the identity stands in for them.
+    # Padding and inputs that are always zero have no moments; the identity replaces them.
     block_moments = (blocks @ blocks.mT).mean(1)
     empty = block_moments.diagonal(dim1=-2, dim2=-1) <= 0
     block_moments.diagonal(dim1=-2, dim2=-1)[empty] = 1
     block_root = torch.linalg.cholesky(block_moments)
-    columns = F.pad(exact, (0, pad_in))[:, order].reshape(-1, first.blocks, first.shared, first.d_in)
-    white = torch.empty_like(columns).reshape(len(exact), -1)
-    white[:, order] = torch.einsum("ogsd,gde->ogse", columns, block_root).reshape(len(exact), -1)
-    tensors = _nearest(chain, white[:, : chain.d_in])
+    columns = F.pad(weight, (0, pad_in))[:, order].reshape(-1, first.blocks, first.shared, first.d_in)
+    whitened = torch.empty_like(columns).reshape(len(weight), -1)
+    whitened[:, order] = torch.einsum("ogsd,gde->ogse", columns, block_root).reshape(len(weight), -1)
+    tensors = _nearest(chain, whitened[:, : chain.d_in])
     tensors[0] = torch.linalg.solve_triangular(block_root, tensors[0], upper=False, left=False)
-    if _one_block(chain):
+    if _has_one_block(chain):
         return tensors
-    outputs, plain = exact @ lower, _nearest(chain, exact)
-    return min((tensors, plain), key=lambda t: _ratio(ops.dense(chain, t) @ lower - outputs, outputs))
+    outputs, without_moments = weight @ root, _nearest(chain, weight)
+    return min((tensors, without_moments), key=lambda t: _norm_ratio(ops.dense(chain, t) @ root - outputs, outputs))
 
 
 def _input_order(chain: Chain, axes: Axes, device: torch.device) -> Tensor:
@@ -235,52 +291,43 @@ def _input_order(chain: Chain, axes: Axes, device: torch.device) -> Tensor:
     return _permute(grid, chain.x, axes).flatten()
 
 
-def _nearest(chain: Chain, exact: Tensor) -> list[Tensor]:
-    """The closed form without moments."""
+def _nearest(chain: Chain, weight: Tensor) -> list[Tensor]:
+    """The nearest factors without moments."""
     pad_in, pad_out = chain.padding
-    tensor, axes = _on_axes(chain, F.pad(exact, (0, pad_in, 0, pad_out)))
-    # Where an axis of x and y belongs to no factor, the best entry is the mean over the real ones.
-    copies, _ = _on_axes(chain, F.pad(torch.ones_like(exact), (0, pad_in, 0, pad_out)))
+    tensor, axes = _on_axes(chain, F.pad(weight, (0, pad_in, 0, pad_out)))
+    # Where an axis of x and y belongs to no factor, the best entry is the mean over the entries without padding.
+    copies, _ = _on_axes(chain, F.pad(torch.ones_like(weight), (0, pad_in, 0, pad_out)))
     tensor = tensor / copies.clamp_min(1)
     if any(f.regroup for f in chain.factors):
         return _regrouped(chain, tensor, axes)
     return _peel(chain, chain.factors, tensor, axes)
 
 
-def _balanced(chain: Chain, tensors: list[Tensor]) -> list[Tensor]:
-    """The same matrix with every factor at the same multiple of its nominal scale, as training expects."""
-    scales = torch.stack([t.square().mean().sqrt() / init_std(f) for f, t in zip(chain.factors, tensors, strict=True)])
-    if not scales.all():
-        return tensors
-    common = scales.log().mean().exp()
-    return [t * (common / scale) for t, scale in zip(tensors, scales, strict=True)]
-
-
 def _on_axes(chain: Chain, weight: Tensor) -> tuple[Tensor, Axes]:
-    """The padded matrix over y and x axes.
+    """The padded matrix as a tensor over the axes of y and x, and these axes.
 
-    An axis of both (never contracted) is read along its diagonal, and summed if no factor has it.
+    Along an axis that is in both, because it is never contracted, only the diagonal is kept. It is summed if no factor
+    has the axis.
     """
     source = chain.x
     if chain.window:
         n, w = chain.window
-        # Column (n + w - size // 2) of row n: the entry that window position w reads at n.
         ring, size = chain.sizes[n], chain.sizes[w]
-        at = (torch.arange(ring)[:, None] + torch.arange(size) - size // 2) % ring
+        # Row n reads through window position w the column n + w - size // 2.
+        columns = (torch.arange(ring)[:, None] + torch.arange(size) - size // 2) % ring
         weight = weight.unflatten(1, [chain.sizes[a] for a in chain.x])
-        weight = weight.movedim(1 + chain.x.index(n), -1)[..., at.to(weight.device)].flatten(1)
+        weight = weight.movedim(1 + chain.x.index(n), -1)[..., columns.to(weight.device)].flatten(1)
         source = (*(a for a in chain.x if a != n), n, w)
-    shape = [chain.sizes[a] for a in (*chain.y, *source)]
+    axes = (*chain.y, *source)
     number = {a: i for i, a in enumerate(chain.sizes)}
-    distinct = tuple(dict.fromkeys((*chain.y, *source)))
-    letters = [number[a] for a in (*chain.y, *source)]
     used = {a for f in chain.factors for a in f.axes}
-    kept = tuple(a for a in distinct if a in used)
-    return torch.einsum(weight.reshape(shape), letters, [number[a] for a in kept]), kept
+    kept = tuple(a for a in dict.fromkeys(axes) if a in used)
+    tensor = weight.reshape([chain.sizes[a] for a in axes])
+    return torch.einsum(tensor, [number[a] for a in axes], [number[a] for a in kept]), kept
 
 
 def _peel(chain: Chain, factors: tuple[Factor, ...], tensor: Tensor, axes: Axes) -> list[Tensor]:
-    """Split off the first factor by an SVD at its bond, then treat the rest the same way."""
+    """Split off the first factor by an SVD at its bond, then the later factors recursively."""
     first, *later = factors
     if not later:
         return [_fold(chain, first, tensor, axes)]
@@ -293,15 +340,15 @@ def _peel(chain: Chain, factors: tuple[Factor, ...], tensor: Tensor, axes: Axes)
     blocks = blocks.reshape(chain.size(keep), chain.size(only_rest), chain.size(only_first))
     if chain.size(bond) > (full := min(blocks.shape[1:])):
         raise StructureError(
-            f"a rank of {chain.size(bond)} at the bond {' '.join(bond)} is above {full}, with which it already holds "
-            f"any {chain.d_out} x {chain.d_in} matrix exactly: ask for at most {full}"
+            f"a rank of {chain.size(bond)} at the bond {' '.join(bond)} is above {full}, with which the structure "
+            f"represents any {chain.d_out} × {chain.d_in} matrix exactly: use a rank of at most {full}"
         )
     left, right, root = _truncated_svd(blocks, chain.size(bond))
 
     def unfold(t: Tensor, names: Axes) -> Tensor:
         return t.reshape([chain.sizes[a] for a in names])
 
-    # The rest is approximated in its turn, so all singular values belong to it.
+    # The rest is approximated further, so all singular values go to it.
     rest_axes = (*keep, *only_rest, *bond)
     rest_factors = _peel(chain, tuple(later), unfold(left * root[:, None, :] ** 2, rest_axes), rest_axes)
     first_axes = (*keep, *bond, *only_first)
@@ -309,14 +356,13 @@ def _peel(chain: Chain, factors: tuple[Factor, ...], tensor: Tensor, axes: Axes)
 
 
 def _regrouped(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
-    """Two factors with a regroup in between: each entry of the intermediate joins one block of either factor.
+    """Two factors with a regroup in between: each entry of the intermediate joins one block of each factor.
 
-    All entries between the same two blocks are the bond of those blocks' part of the matrix, so each part is split by
-    an SVD of that rank.
+    All entries between the same two blocks are the bond of one submatrix, which is split by an SVD of that rank.
     """
     if len(chain.factors) != 2 or any(f.shared > 1 or (f.regroup and f is chain.factors[0]) for f in chain.factors):
         raise ChainError(
-            "no projection is known for a chain that regroups unless it has two factors and no sharing: "
+            "projection does not support a chain that regroups unless it has two factors and no sharing: "
             "write the intermediate as axes that both factors have, or start from init='mup'"
         )
     first, second = chain.factors
@@ -326,15 +372,10 @@ def _regrouped(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
     blocks_1 = _indices(chain, entries, old, first.batch_axes)
     blocks_2 = _indices(chain, entries, new, second.batch_axes)
     pair = blocks_1 * second.blocks + blocks_2
-    # The number of each entry among those between its two blocks: 0, 1, ...
-    by_pair = torch.sort(pair, stable=True).indices
-    counts = torch.bincount(pair, minlength=first.blocks * second.blocks)
-    starts = counts.cumsum(0) - counts
-    term = torch.empty_like(pair)
-    term[by_pair] = entries - starts[pair[by_pair]]
+    term = _numbers_within_groups(pair)
     order = (*first.batch_axes, *second.batch_axes, *second.out_axes, *first.in_axes)
-    parts = _permute(tensor, axes, order).reshape(-1, second.d_out, first.d_in)
-    left, right, root = _truncated_svd(parts, int(counts.max()))
+    submatrices = _permute(tensor, axes, order).reshape(-1, second.d_out, first.d_in)
+    left, right, root = _truncated_svd(submatrices, int(term.max()) + 1)
     # All singular values on one side: an entry that is zero on both sides would never get a gradient.
     left = left * root[:, None, :] ** 2
     factor_1 = tensor.new_zeros(first.shape)
@@ -342,6 +383,16 @@ def _regrouped(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
     factor_2 = tensor.new_zeros(second.shape)
     factor_2[blocks_2, :, _indices(chain, entries, new, second.in_axes)] = left[pair, :, term]
     return [factor_1, factor_2]
+
+
+def _numbers_within_groups(groups: Tensor) -> Tensor:
+    """The number 0, 1, ... of each entry among those of the same group, in order."""
+    by_group = torch.sort(groups, stable=True).indices
+    counts = torch.bincount(groups)
+    starts = counts.cumsum(0) - counts
+    numbers = torch.empty_like(groups)
+    numbers[by_group] = torch.arange(len(groups), device=groups.device) - starts[groups[by_group]]
+    return numbers
 
 
 def _indices(chain: Chain, flat: Tensor, axes: Axes, subset: Axes) -> Tensor:
@@ -353,11 +404,10 @@ def _indices(chain: Chain, flat: Tensor, axes: Axes, subset: Axes) -> Tensor:
 
 
 def _truncated_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """blocks ~ (left * root) @ (root * right) with orthonormal left and right; missing terms are zero."""
-    # A GPU takes larger matrices one after the other: the CPU is faster at many of them.
+    """(left, right, root) with blocks ~ (left * root) @ (root * right), padded with zeros to the rank."""
+    # torch decomposes larger matrices one after the other on a GPU, where the CPU is faster.
     on_cpu = blocks.is_cuda and len(blocks) > 1 and max(blocks.shape[1:]) > 32
-    parts = torch.linalg.svd(blocks.cpu() if on_cpu else blocks, full_matrices=False)
-    u, s, vh = (part.to(blocks.device) for part in parts)
+    u, s, vh = (t.to(blocks.device) for t in torch.linalg.svd(blocks.cpu() if on_cpu else blocks, full_matrices=False))
     root = s[:, :rank].sqrt()
     missing = rank - root.shape[1]
     return F.pad(u[..., :rank], (0, missing)), F.pad(vh[:, :rank], (0, 0, 0, missing)), F.pad(root, (0, missing))

@@ -1,9 +1,9 @@
-"""Alternating least squares: bring factors nearer to a matrix, as measured on the inputs that matter.
+"""Alternating least squares: improving factors so that their matrix is nearer to a given one.
 
 A chain is linear in each of its factors. With the other factors fixed, the best value of one solves normal equations.
-They are solved by conjugate gradients, preconditioned with the inverse of each block's own equations. Where blocks do
-not mix, as for the last factor of any chain without sharing, one step gives the exact solution; elsewhere a few steps
-come near it. No sweep makes the error larger: the best factors are kept, so rounding cannot either.
+They are solved by conjugate gradients, preconditioned with the inverse of each block's own equations. If blocks do not
+mix, as for the last factor of any chain without sharing, one step gives the exact solution; otherwise a few steps
+approximate it. The error never increases, because the best factors are kept.
 
 Inputs enter only through their second moments H = E[x x^T]: with H = C C^T, |(A - B) C| is minimized.
 """
@@ -21,11 +21,11 @@ from buttress.core.chain import Axes, Chain
 from buttress.errors import ShapeError
 
 MAX_STEPS = 6
-"""Most conjugate gradient steps per factor; fewer where it is solved before."""
+"""Maximum number of conjugate gradient steps per factor."""
 TOLERANCE = 1e-6
-"""A factor is solved when its gradient has shrunk by this; sweeps have converged when one gains less than this."""
+"""Relative size of the gradient at which a factor is solved, and relative gain of a sweep at which sweeps converge."""
 RIDGE = 1e-6
-"""Added to the diagonal of a block's equations, relative to its mean: they may be singular."""
+"""Added to the diagonal of a block's equations, relative to its mean, because they may be singular."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Refinement:
     converged: bool
 
 
-def root(moments: Tensor, damping: float) -> Tensor:
-    """A lower triangular C with C C^T proportional to H + damping * mean(diag H).
+def moment_root(moments: Tensor, damping: float) -> Tensor:
+    """A lower triangular C with C C^T proportional to H + damping * mean(diag H) * I.
 
     Args:
         moments: Second moments H of the inputs.
@@ -54,9 +54,9 @@ def root(moments: Tensor, damping: float) -> Tensor:
     """
     wide = moments.double()
     eye = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-    size = wide.diagonal().abs().mean()
-    # Relative to its own size, so that the smallest inputs do not vanish in float32.
-    wide = wide / size if bool(size > 0) else eye
+    mean_diagonal = wide.diagonal().abs().mean()
+    # Normalized, so that very small moments do not underflow in float32.
+    wide = wide / mean_diagonal if bool(mean_diagonal > 0) else eye
     lower, failed = torch.linalg.cholesky_ex((wide + wide.mT) / 2 + damping * eye)
     if bool(failed) or not bool(lower.isfinite().all()):
         raise ShapeError(
@@ -69,19 +69,22 @@ def root(moments: Tensor, damping: float) -> Tensor:
 
 @torch.no_grad()
 def refine(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor, sweeps: int) -> Refinement:
-    """Bring chain(inputs) nearer to `target` by sweeps over the factors; never further away.
+    """Reduce the distance of a chain's outputs from `target` by sweeps over its factors.
 
     Each sweep depends only on the factors it starts from: two sweeps and then two more give the same bits as four.
 
     Args:
         chain: The chain of the factors.
-        factors: Where to start. They are not modified.
-        target: The wanted outputs.
+        factors: The initial factors, which are not modified.
+        target: The outputs to approximate.
         inputs: The inputs, one per row.
-        sweeps: Most sweeps. Fewer are done where one no longer helps.
+        sweeps: Maximum number of sweeps; they stop at convergence.
 
     Shape:
         target: (rows, d_out); inputs: (rows, d_in); factors: (blocks, d_out, d_in) each.
+
+    Returns:
+        The best factors, whose distance is at most that of the initial ones, and whether they have converged.
     """
     best = [f.clone() for f in factors]
     least = _distance(chain, best, target, inputs)
@@ -104,19 +107,33 @@ def _distance(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: T
 
 
 def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor, inputs: Tensor) -> Tensor:
-    """Factor `i` at its best while the others stay: at most `MAX_STEPS` preconditioned conjugate gradient steps."""
-    entering, leaving = _entering(chain, factors, i, inputs), _leaving(chain, factors, i, inputs)
-    cholesky = [_regularized_cholesky(side.mT @ side) for side in (leaving, entering)]
+    """Optimize one factor with the others fixed, by preconditioned conjugate gradients.
+
+    Args:
+        chain: The chain of the factors.
+        factors: The factors in order of application, which are not modified.
+        i: Index of the factor to optimize.
+        target: The outputs to approximate.
+        inputs: The inputs, one per row.
+
+    Shape:
+        target: (rows, d_out); inputs: (rows, d_in); factors: (blocks, d_out, d_in) each.
+
+    Returns:
+        The new value of factor i, after at most `MAX_STEPS` steps.
+    """
+    factor_inputs, output_jacobian = _factor_inputs(chain, factors, i, inputs), _output_jacobian(chain, factors, i)
+    left, right = (_regularized_cholesky(side.mT @ side) for side in (output_jacobian, factor_inputs))
 
     def precondition(gradient: Tensor) -> Tensor:
-        return torch.cholesky_solve(torch.cholesky_solve(gradient, cholesky[0]).mT, cholesky[1]).mT
+        return torch.cholesky_solve(torch.cholesky_solve(gradient, left).mT, right).mT
 
     with torch.enable_grad():
         factor = factors[i].detach().clone().requires_grad_()
         outputs = ops.apply(chain, inputs, [*factors[:i], factor, *factors[i + 1 :]], impl="bmm")
 
     def transposed(residual: Tensor) -> Tensor:
-        # The map is linear in the factor, so its transpose is the same wherever it is taken.
+        # The outputs are linear in the factor, so the transpose does not depend on its value.
         (gradient,) = torch.autograd.grad(outputs, factor, residual, retain_graph=True)
         return gradient
 
@@ -125,18 +142,18 @@ def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor,
 
     value = factor.detach().clone()
     gradient = transposed(target - outputs.detach())
-    step = conditioned = precondition(gradient)
-    power = start = (gradient * conditioned).sum()
+    direction = preconditioned = precondition(gradient)
+    norm = initial_norm = (gradient * preconditioned).sum()
     for _ in range(MAX_STEPS):
-        if not power > TOLERANCE**2 * start:
+        if not norm > TOLERANCE**2 * initial_norm:
             break
-        change = forward(step)
-        length = power / change.square().sum().clamp_min(torch.finfo(change.dtype).tiny)
-        value += length * step
-        gradient = gradient - length * transposed(change)
-        conditioned = precondition(gradient)
-        power, before = (gradient * conditioned).sum(), power
-        step = conditioned + (power / before) * step
+        change = forward(direction)
+        step_size = norm / change.square().sum().clamp_min(torch.finfo(change.dtype).tiny)
+        value += step_size * direction
+        gradient = gradient - step_size * transposed(change)
+        preconditioned = precondition(gradient)
+        norm, previous_norm = (gradient * preconditioned).sum(), norm
+        direction = preconditioned + (norm / previous_norm) * direction
     return value
 
 
@@ -145,28 +162,29 @@ def _regularized_cholesky(equations: Tensor) -> Tensor:
     ridge = RIDGE * equations.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(equations.dtype).tiny)
     eye = torch.eye(equations.shape[-1], dtype=equations.dtype, device=equations.device)
     lower, failed = torch.linalg.cholesky_ex(equations + ridge[:, None, None] * eye)
-    # A block that cannot be inverted is left unconditioned: slower, not wrong.
+    # A block that cannot be inverted is not preconditioned, which is only slower.
     return torch.where((failed == 0)[:, None, None], lower, eye)
 
 
-def _rows(chain: Chain, tensor: Tensor, first: Axes, rest: Axes) -> Tensor:
-    """(rows, *axes), ordered (first, others, rest), as (first, rows and others, rest)."""
-    blocks, width = chain.size(first), chain.size(rest)
-    return tensor.flatten(1).reshape(tensor.shape[0], blocks, -1, width).transpose(0, 1).reshape(blocks, -1, width)
+def _by_block(chain: Chain, tensor: Tensor, blocks: Axes, columns: Axes) -> Tensor:
+    """A tensor (rows, *blocks, *others, *columns) as one matrix per block: (blocks, rows * others, columns)."""
+    count, width = chain.size(blocks), chain.size(columns)
+    return tensor.flatten(1).reshape(tensor.shape[0], count, -1, width).transpose(0, 1).reshape(count, -1, width)
 
 
-def _entering(chain: Chain, factors: Sequence[Tensor], i: int, inputs: Tensor) -> Tensor:
-    """What factor i multiplies: (blocks, rows, d_in)."""
+def _factor_inputs(chain: Chain, factors: Sequence[Tensor], i: int, inputs: Tensor) -> Tensor:
+    """The inputs of each block of factor i: (blocks, rows, d_in)."""
     f = chain.factors[i]
     axes = f.batch_axes + f.shared_axes + f.in_axes
-    return _rows(chain, ops.reference.intermediate(chain, inputs, factors[:i], axes, before=i), f.batch_axes, f.in_axes)
+    z = ops.reference.intermediate(chain, inputs, factors[:i], axes, before=i)
+    return _by_block(chain, z, f.batch_axes, f.in_axes)
 
 
-def _leaving(chain: Chain, factors: Sequence[Tensor], i: int, like: Tensor) -> Tensor:
-    """The derivative of each output by the output of factor i: (blocks, rows, d_out)."""
+def _output_jacobian(chain: Chain, factors: Sequence[Tensor], i: int) -> Tensor:
+    """The derivative of each output with respect to the output of each block of factor i: (blocks, rows, d_out)."""
     f = chain.factors[i]
     number = {a: n for n, a in enumerate(chain.sizes, start=1)}  # 0 is the row
-    eye = torch.eye(chain.d_out, chain.size(chain.y), dtype=like.dtype, device=like.device)
+    eye = torch.eye(chain.d_out, chain.size(chain.y), dtype=factors[i].dtype, device=factors[i].device)
     z, axes = eye.reshape(-1, *(chain.sizes[a] for a in chain.y)), chain.y
     for later, weight in zip(reversed(chain.factors[i + 1 :]), reversed(factors[i + 1 :]), strict=True):
         before = later.batch_axes + later.shared_axes + later.in_axes
@@ -181,4 +199,4 @@ def _leaving(chain: Chain, factors: Sequence[Tensor], i: int, like: Tensor) -> T
             z = z.permute(0, *(1 + axes.index(a) for a in new)).reshape(-1, *(chain.sizes[a] for a in old))
             axes = old
     order = f.batch_axes + f.shared_axes + f.out_axes
-    return _rows(chain, z.permute(0, *(1 + axes.index(a) for a in order)), f.batch_axes, f.out_axes)
+    return _by_block(chain, z.permute(0, *(1 + axes.index(a) for a in order)), f.batch_axes, f.out_axes)

@@ -1,4 +1,4 @@
-"""Which layers to replace and how: from a structure or from globs to the entries of a plan."""
+"""Choosing which layers to replace and how: from a structure or globs to plan entries."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _matched_structures(
 
 
 def _special_reason(model: nn.Module, glob: str, embeddings: Sequence[str]) -> str | None:
-    """Why a glob selects nothing although it matches a structured layer, or an embedding that needs its name."""
+    """Why a glob selects nothing although it matches a structured layer, or an embedding that must be named."""
     structured = [name for name, module in modules(model) if isinstance(module, Structured)]
     for name in first_match({glob: None}, structured).values:
         return f"{name} is structured already"
@@ -129,8 +129,8 @@ def _special_reason(model: nn.Module, glob: str, embeddings: Sequence[str]) -> s
 
 def _part_sizes(name: str, split: Split, site: Site) -> tuple[int, ...]:
     """Output sizes of the parts of a fused layer."""
-    if site.refusal_reason:
-        raise PlanError(f"{name}: {site.refusal_reason}")
+    if site.unsupported_reason:
+        raise PlanError(f"{name}: {site.unsupported_reason}")
     out = site.read().out_features
     if isinstance(split, int) and split >= 1:
         sizes = (out // split,) * split
@@ -152,7 +152,7 @@ def _with_ties(entries: list[PlanEntry], sites: Mapping[str, Site]) -> list[Plan
     keys = {
         e.name: (id(site.weight), e.structure)
         for e in entries
-        # Where the weight is transposed, or belongs to one part of several, the factors differ.
+        # A layer that is split or stores its weight transposed has other factors.
         if (site := sites[e.name]).weight is not None and id(site.weight) in embeddings.values()
         if not is_conv1d(site.owner) and e.split is None
     }
@@ -166,7 +166,7 @@ def _all_but_head(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, Site
 
 
 def _head_modules(model: nn.Module) -> set[int]:
-    """Ids of the modules of the output head: what the model itself names as such, else its last linear layer."""
+    """Ids of the modules of the output head: as returned by the model's own method, else the last linear layer."""
     for method in ("get_output_embeddings", "get_classifier"):
         getter = getattr(model, method, None)
         try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from buttress.errors import PlanError
 from buttress.inspection.names import is_conv1d, unique_modules
-from buttress.inspection.sites import individually_compiled, put_module, refuse_wrapped
+from buttress.inspection.sites import check_not_wrapped, individually_compiled, put_module
 from buttress.inspection.ties import declare_tied_weights, tied_modules
 from buttress.nn.attention import PROJECTIONS, ProjectedAttention, linear_from_tensors
 from buttress.nn.embedding import StructuredEmbedding
@@ -38,35 +40,45 @@ def densify_(model: nn.Module) -> nn.Module:
         >>> model = densify_(model)
         >>> torch.save(model.state_dict(), "dense.pt")  # the keys of the original model
     """
-    structured_kinds = (SplitLinear, Structured, ProjectedAttention)
-    if isinstance(model, structured_kinds):
+    structured_classes = (SplitLinear, Structured, ProjectedAttention)
+    if isinstance(model, structured_classes):
         raise PlanError("the model is itself one structured layer, which cannot be turned in place: use to_dense()")
-    refuse_wrapped(model)
+    check_not_wrapped(model)
     compiled = individually_compiled(model)
-    if any(isinstance(m, structured_kinds) for m in model.modules() if id(m) in compiled):
+    if any(isinstance(m, structured_classes) for m in model.modules() if id(m) in compiled):
         raise PlanError("a structured layer was compiled by itself, and the compiled code keeps it: compile afterwards")
     encoders = structured_encoders(model)
     tied = tied_modules(model)
+    _tie_weights(_put_dense_layers(model), tied)
+    declare_tied_weights(model)
+    set_fused_path(encoders, allowed=True)
+    return model
+
+
+def _put_dense_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Replace structured layers by dense ones; returns those that can be tied, by name."""
     dense_layers: dict[str, nn.Module] = {}
-    done: tuple[str, ...] = ()
+    handled_prefixes: tuple[str, ...] = ()
     for name, module in list(unique_modules(model)):
-        if name.startswith(done):
+        if name.startswith(handled_prefixes):
             continue
         if isinstance(module, ProjectedAttention):
-            done += (f"{name}.",)
+            handled_prefixes += (f"{name}.",)
             put_module(model, name, module.packed({p: _dense_linear(getattr(module, p)) for p in PROJECTIONS}))
         elif isinstance(module, SplitLinear | Structured):
-            done += (f"{name}.",)
+            handled_prefixes += (f"{name}.",)
             dense_layers[name] = _dense_layer(module)
             put_module(model, name, dense_layers[name])
+    return dense_layers
+
+
+def _tie_weights(dense_layers: Mapping[str, nn.Module], tied: Mapping[str, str]) -> None:
+    """Give followers the weight of their leader, unless one of the two stores it transposed."""
     for name, leader in tied.items():
         if name in dense_layers and leader in dense_layers:
             follower, leading = dense_layers[name], dense_layers[leader]
             if is_conv1d(follower) == is_conv1d(leading):
                 follower.weight = leading.weight
-    declare_tied_weights(model)
-    set_fused_path(encoders, allowed=True)
-    return model
 
 
 def _dense_layer(module: SplitLinear | Structured) -> nn.Module:
@@ -102,7 +114,7 @@ def _dense_linear(module: nn.Module) -> nn.Linear:
 
 
 def _fused_linear(module: SplitLinear) -> nn.Linear:
-    """The layer in one piece; whether it is trainable is taken from the first part."""
+    """The parts as one layer, which is trainable if the first part is."""
     parts = [_dense_linear(part) for part in module.parts]
     weight = torch.cat([p.weight.detach() for p in parts])
     bias = None

@@ -15,7 +15,7 @@ class PlanEntry:
 
     Attributes:
         name: Name of the layer in the model.
-        structure: The structure of its matrix, or of each part of it.
+        structure: The structure of its matrix, or of each of its parts.
         normalize: Whether the factors are normalized, as for StructuredLinear.
         zero_init: For each part, whether it starts at zero; None where the dense weight decides.
         split: Output sizes of the parts that a fused layer is split into; None for a layer in one piece.
@@ -35,7 +35,7 @@ class PlanEntry:
     tied: str | None = None
 
     def to_row(self) -> dict[str, Any]:
-        """The entry as a dict that JSON can hold."""
+        """The entry as plain data, which can be written as JSON."""
         return asdict(self) | {"structure": str(self.structure)}
 
     @classmethod
@@ -43,7 +43,7 @@ class PlanEntry:
         """The entry that `to_row` wrote.
 
         Args:
-            row: The decoded JSON, of any type: it may come from a file.
+            row: The decoded JSON, which may be of any type.
 
         Returns:
             The entry.
@@ -53,7 +53,7 @@ class PlanEntry:
         """
         try:
             split, zero_init = row["split"], row["zero_init"]
-            std, tied = row.get("std"), row.get("tied")  # plans from before there were embeddings lack these
+            std, tied = row.get("std"), row.get("tied")  # not in plans of early versions
             return cls(
                 name=str(row["name"]),
                 structure=parse(str(row["structure"])),

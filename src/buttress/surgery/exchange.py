@@ -1,4 +1,4 @@
-"""Putting new modules into a model: what is counted, what is warned about, and what has to be updated."""
+"""Putting new modules into a model, with the report, warnings and updated declarations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def apply_entries(
         model: The model to change; with a dry run it stays unchanged.
         entries: What to replace, and how.
         sites: Every linear layer and embedding of the model, by name.
-        initialization: Where the weights come from.
+        initialization: How the weights are initialized.
 
     Returns:
         What was, or would be, replaced.
@@ -76,7 +76,7 @@ def _remaining_parameters(model: nn.Module, removed: Sequence[Site]) -> dict[int
 
 
 def _warn_of_untied_weights(replacements: Sequence[Replacement], remaining: Mapping[int, list[str]]) -> bool:
-    """Warn of layers that shared a weight and no longer do; returns whether one of them was tied to an embedding."""
+    """Warn of layers that no longer share a weight; returns whether one of them was tied to an embedding."""
     sharing: dict[int, dict[int, str]] = {}
     embedding_weights = {id(r.site.weight) for r in replacements if r.site.is_embedding}
     untied = False

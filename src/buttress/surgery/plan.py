@@ -1,4 +1,4 @@
-"""Plan: which layers of a model are structured and how, by name, so that it can be saved."""
+"""Plan: which layers of a model are structured, and how, in a form that can be saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from buttress.errors import PlanError
 from buttress.inspection.names import suggest, unique_modules
-from buttress.inspection.sites import Site, find_sites, refuse_wrapped
+from buttress.inspection.sites import Site, check_not_wrapped, find_sites
 from buttress.inspection.ties import tied_modules
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
@@ -24,7 +24,7 @@ from buttress.surgery.report import Report
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers of a model are structured, and how: by name, so that it can be saved.
+    """Which layers of a model are structured, and how. Layers are listed by name, so that a plan can be saved.
 
     Attributes:
         entries: One entry per replaced layer, in the model's order.
@@ -90,7 +90,7 @@ class Plan:
             The plan.
 
         Raises:
-            PlanError: If the text is no plan, or a plan of another version.
+            PlanError: If the text is not a plan, or is a plan of another version.
 
         Example:
             >>> Plan.from_json(plan.to_json()) == plan
@@ -141,7 +141,7 @@ class Plan:
             >>> report = Plan.from_json(text).apply_(model, init="project")
         """
         initialization = Initialization.checked(init, moments, sweeps, projections, dry_run=dry_run)
-        refuse_wrapped(model)
+        check_not_wrapped(model)
         sites = find_sites(model, embeddings=True)
         self._check_fits(sites)
         return apply_entries(model, self.entries, sites, initialization)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from buttress.core.structures import Structure
 from buttress.errors import PlanError
-from buttress.inspection.sites import find_sites, refuse_wrapped
+from buttress.inspection.sites import check_not_wrapped, find_sites
 from buttress.projection.closed_form import Projection
 from buttress.surgery.choosing import Split, choose_entries
 from buttress.surgery.exchange import apply_entries
@@ -69,7 +69,7 @@ def replace_(
             raise PlanError("a saved Plan already says what is split and normalized: leave those arguments out")
         return plan.apply_(model, init=init, moments=moments, sweeps=sweeps, projections=projections, dry_run=dry_run)
     initialization = Initialization.checked(init, moments, sweeps, projections, dry_run=dry_run)
-    refuse_wrapped(model)
+    check_not_wrapped(model)
     sites = find_sites(model, embeddings=True)
     entries = choose_entries(model, plan, sites, normalize=normalize, split=split or {})
     return apply_entries(model, entries, sites, initialization)

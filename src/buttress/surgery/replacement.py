@@ -1,4 +1,4 @@
-"""Building the modules that replace layers; the model itself stays unchanged."""
+"""Building the modules that replace layers, without changing the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Init = Literal["mup", "project"]
 
 @dataclass(frozen=True)
 class Initialization:
-    """Where the weights of new modules come from.
+    """How the weights of new modules are initialized.
 
     Attributes:
         project: Whether they are projected from the dense weights; otherwise they are drawn.
@@ -52,7 +52,17 @@ class Initialization:
         *,
         dry_run: bool,
     ) -> Initialization:
-        """The initialization for the arguments of `replace_`.
+        """Check the arguments of `replace_` and build an initialization.
+
+        Args:
+            init: "mup" or "project".
+            moments: As for `replace_`.
+            sweeps: As for `replace_`.
+            projections: As for `replace_`.
+            dry_run: As for `replace_`.
+
+        Returns:
+            The initialization.
 
         Raises:
             PlanError: If `init` is unknown, or moments, sweeps or projections are given for drawn weights.
@@ -96,7 +106,7 @@ def build_replacements(
         model: The model, which stays unchanged.
         entries: What to replace, and how.
         sites: Every linear layer and embedding of the model, by name.
-        initialization: Where the weights come from.
+        initialization: How the weights are initialized.
         remaining: Names of the parameters of modules that stay, by the parameter's id.
 
     Returns:
@@ -125,7 +135,7 @@ def build(site: Site, entry: PlanEntry, initialization: Initialization) -> Repla
     Args:
         site: The layer.
         entry: How it is replaced.
-        initialization: Where the weights come from.
+        initialization: How the weights are initialized.
 
     Returns:
         The replacement. The bias of a layer in one piece stays the same Parameter, in case it is shared.
@@ -155,7 +165,7 @@ def build_tied(site: Site, entry: PlanEntry, leader: Replacement, initialization
         site: The layer.
         entry: How it is replaced.
         leader: The replacement whose factors are shared.
-        initialization: Where the leader's weights come from.
+        initialization: How the leader's weights are initialized.
 
     Returns:
         The replacement.
@@ -188,8 +198,8 @@ def _check_replaceable(model: nn.Module, site: Site, remaining: Mapping[int, lis
             "the model is itself one layer, which cannot be replaced in place: use "
             f"{structured_class.__name__}.from_dense, or wrap it in nn.Sequential"
         )
-    if site.refusal_reason:
-        raise PlanError(site.refusal_reason)
+    if site.unsupported_reason:
+        raise PlanError(site.unsupported_reason)
 
 
 def _checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int, ...]:
@@ -213,17 +223,17 @@ def _split_bias(bias: nn.Parameter | None, sizes: tuple[int, ...]) -> list[nn.Pa
 def _build_part(
     site: Site, entry: PlanEntry, part: int, weight: Tensor, initialization: Initialization
 ) -> tuple[Structured, ProjectionErrors]:
-    """The new module for one part of a layer, without its bias, and the errors of its projection."""
+    """The new module of one part, without its bias, and the errors of its projection."""
     device = "meta" if initialization.dry_run else weight.device
     if not initialization.project:
         return _new_module(site, entry, part, weight, device), ProjectionErrors()
-    # A projected module starts where the weight is, even if the plan recorded another start.
+    # The start recorded in the plan does not apply to a projected module.
     layer = _new_module(site, replace(entry, zero_init=None, std=None), part, weight, device)
     return layer, _project_into(layer, weight, entry.name, initialization)
 
 
 def _new_module(site: Site, entry: PlanEntry, part: int, weight: Tensor, device: torch.device | str) -> Structured:
-    """A freshly drawn module for one part of a layer; its start is that of the entry, else of the dense weight."""
+    """A newly drawn module for one part, which starts as the entry says, else like the dense weight."""
     (d_out, d_in), has_values = weight.shape, not weight.is_meta
     options: dict[str, Any] = {"normalize": entry.normalize, "device": device, "dtype": weight.dtype}
     if isinstance(site.owner, nn.Embedding):
@@ -234,7 +244,7 @@ def _new_module(site: Site, entry: PlanEntry, part: int, weight: Tensor, device:
 
 
 def _project_into(layer: Structured, weight: Tensor, name: str, initialization: Initialization) -> ProjectionErrors:
-    """Assign the factors nearest to a weight."""
+    """Assign the factors nearest to a weight; returns their errors."""
     if weight.is_meta:
         raise PlanError("init='project' needs the weights, but the model is on the meta device")
     if not bool(weight.any()):

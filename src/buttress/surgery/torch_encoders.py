@@ -15,8 +15,7 @@ _FUSED_ACTIVATIONS = ((1, nn.ReLU, torch.nn.functional.relu), (2, nn.GELU, torch
 
 def structured_encoders(model: nn.Module) -> list[nn.Module]:
     """The encoders and encoder layers of torch that contain structured layers, children before their parents."""
-    kinds = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
-    encoders = [m for m in model.modules() if isinstance(m, kinds)]
+    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer | nn.TransformerEncoder)]
     return [m for m in reversed(encoders) if any(isinstance(part, StructuredLinear) for part in m.modules())]
 
 
@@ -25,11 +24,11 @@ def set_fused_path(encoders: Sequence[nn.Module], *, allowed: bool) -> None:
 
     Args:
         encoders: Encoders and encoder layers, children before their parents.
-        allowed: Whether torch may take the fused path, where it is able to.
+        allowed: Whether torch may take the fused path, if it supports the encoder.
     """
     for module in encoders:
         if isinstance(module, nn.TransformerEncoderLayer):
-            # The flag says which activation the fused path applies; 0 turns the path off.
+            # The flag selects the activation of the fused path; 0 disables the path.
             module.activation_relu_or_gelu = _activation_flag(module) if allowed else 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = allowed and _supports_nested_tensor(module)
@@ -37,13 +36,15 @@ def set_fused_path(encoders: Sequence[nn.Module], *, allowed: bool) -> None:
 
 def _activation_flag(layer: nn.TransformerEncoderLayer) -> int:
     activation = layer.activation
-    flags = (n for n, kind, function in _FUSED_ACTIVATIONS if activation is function or isinstance(activation, kind))
-    return next(flags, 0)
+    for flag, module_class, function in _FUSED_ACTIVATIONS:
+        if activation is function or isinstance(activation, module_class):
+            return flag
+    return 0
 
 
 def _supports_nested_tensor(encoder: nn.TransformerEncoder) -> bool:
-    """What torch itself decides for an encoder with these layers."""
+    """Whether torch would use nested tensors for a new encoder with these layers."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns where it decides against it
+        warnings.simplefilter("ignore")  # torch warns if it does not
         fresh = nn.TransformerEncoder(encoder.layers[0], 0, enable_nested_tensor=encoder.enable_nested_tensor)
     return bool(fresh.use_nested_tensor)

@@ -67,7 +67,7 @@ def test_registry() -> None:
     assert "btt" in bt.structures()
 
 
-def test_a_taken_name_is_refused() -> None:
+def test_a_taken_name_is_rejected() -> None:
     class Btt(bt.Structure):
         def chain(self, d_in: int, d_out: int) -> bt.Chain:
             return bt.Dense().chain(d_in, d_out)
@@ -101,17 +101,17 @@ def test_a_taken_name_is_refused() -> None:
         ("low_rank(fraction='a')", "fraction"),
     ],
 )
-def test_parse_refuses(text: str, message: str) -> None:
+def test_parse_rejects(text: str, message: str) -> None:
     with pytest.raises(bt.StructureError, match=re.escape(message).replace(r"\.\*", ".*")):
         bt.parse(text)
 
 
-def test_an_option_given_twice_is_refused() -> None:
+def test_an_option_given_twice_is_rejected() -> None:
     with pytest.raises(bt.StructureError, match="rank"):
         bt.parse("btt(rank=1, rank=2)")
 
 
-def test_a_deeply_nested_text_is_refused_like_any_other() -> None:
+def test_a_deeply_nested_text_is_rejected_like_any_other() -> None:
     with pytest.raises(bt.StructureError, match="is not a structure"):
         bt.parse("btt(rank=" + "-" * 5000 + "1)")
 
@@ -140,14 +140,14 @@ def test_a_deeply_nested_text_is_refused_like_any_other() -> None:
         (lambda: bt.split(0, 2), "a layer needs at least 1 input and 1 output, got a size of 0"),
     ],
 )
-def test_impossible_options_are_refused(make: Any, message: str) -> None:
+def test_impossible_options_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(bt.StructureError, match=re.escape(message)):
         make()
 
 
 @pytest.mark.parametrize("name", [n for n, c in bt.structures().items() if c.__module__.startswith("buttress.")])
 @pytest.mark.parametrize(("d_in", "d_out"), [(0, 4), (4, 0), (-3, 4), (4, -3)])
-def test_impossible_sizes_are_refused(name: str, d_in: int, d_out: int) -> None:
+def test_impossible_sizes_are_rejected(name: str, d_in: int, d_out: int) -> None:
     wrong = d_in if d_in < 1 else d_out
     with pytest.raises(bt.ButtressError, match=rf">= 1, got {wrong}|got a size of {wrong}"):
         bt.structures()[name]().chain(d_in, d_out)

@@ -30,8 +30,8 @@ def test_frozen_factors_cost_no_memory_between_them() -> None:
         y = ops.apply(chain, x, factors, bias, impl="triton")
     assert sum(t.numel() for t in saved) == bias.numel() + sum(f.numel() for f in factors)
     dy = torch.randn_like(y)
-    want = torch.autograd.grad(ops.apply(chain, x, factors, bias, impl="reference"), [x, bias], dy)
-    for a, b in zip(torch.autograd.grad(y, [x, bias], dy), want, strict=True):
+    expected = torch.autograd.grad(ops.apply(chain, x, factors, bias, impl="reference"), [x, bias], dy)
+    for a, b in zip(torch.autograd.grad(y, [x, bias], dy), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 

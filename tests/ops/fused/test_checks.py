@@ -1,4 +1,4 @@
-"""What the kernels refuse, and what they say then."""
+"""What the kernels reject, and what they say then."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def test_a_bias_may_be_strided_but_must_have_the_right_length() -> None:
     x = torch.randn(9, 36, device=DEVICE)
     factors = [torch.randn(f.shape, device=DEVICE) for f in chain.factors]
     for bias in (torch.randn(72, device=DEVICE)[::2], torch.randn(1, device=DEVICE).expand(36)):
-        want = ops.apply(chain, x, factors, bias, impl="reference")
-        torch.testing.assert_close(ops.apply(chain, x, factors, bias, impl="triton"), want, rtol=1e-4, atol=1e-4)
+        expected = ops.apply(chain, x, factors, bias, impl="reference")
+        torch.testing.assert_close(ops.apply(chain, x, factors, bias, impl="triton"), expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(bt.ShapeError, match="the bias must have 36 numbers"):
         ops.apply(chain, x, factors, torch.randn(1, device=DEVICE), impl="triton")
     with pytest.raises(bt.ShapeError, match="factor R must have the shape"):
         ops.apply(chain, x, [factors[0][:1], factors[1]], impl="triton")
 
 
-def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(structure: bt.Structure, dtype: torch.dtype, match: str) -> None:
+def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rejected(structure: bt.Structure, dtype: torch.dtype, match: str) -> None:
         chain = structure.chain(30, 30)
         factors = [torch.zeros(f.shape, dtype=dtype) for f in chain.factors]
         with pytest.raises(bt.ButtressError, match=match):
             ops.apply(chain, torch.zeros(1, 30, dtype=dtype), factors, impl="triton")
 
     monkeypatch.setattr(availability, "INTERPRETED", True)
-    refused(bt.Convolution(kernel_size=3), torch.float32, "at regular places, which this chain's do not")
-    refused(bt.BTT(), torch.float64, "not float64: use impl='bmm'")
+    rejected(bt.Convolution(kernel_size=3), torch.float32, "at regular places, which this chain's do not")
+    rejected(bt.BTT(), torch.float64, "not float64: use impl='bmm'")
     chain = bt.BTT().chain(30, 30)
     mixed = [torch.zeros(f.shape, dtype=torch.float16) for f in chain.factors]
     with pytest.raises(
@@ -43,6 +43,6 @@ def test_refusals_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         ops.apply(chain, torch.zeros(1, 30), mixed, impl="triton")
     monkeypatch.setattr(availability, "INTERPRETED", False)
-    refused(bt.BTT(), torch.float32, "run on a CUDA device, but x is on cpu")
+    rejected(bt.BTT(), torch.float32, "run on a CUDA device, but x is on cpu")
     monkeypatch.setattr(availability, "TRITON", False)
-    refused(bt.BTT(), torch.float32, "need triton, which is not installed")
+    rejected(bt.BTT(), torch.float32, "need triton, which is not installed")

@@ -162,7 +162,7 @@ def test_fake_tensors_have_the_right_shapes() -> None:
         assert [g.shape for g in grads] == [x.shape, *(f.shape for f in factors)]
 
 
-def test_under_a_dispatch_mode_the_kernels_refuse_what_they_refuse_elsewhere() -> None:
+def test_under_a_dispatch_mode_the_kernels_reject_what_they_reject_elsewhere() -> None:
     chain = bt.BTT(rank=2).chain(24, 40)
     factors = [torch.zeros(f.shape, dtype=torch.float64, device=DEVICE) for f in chain.factors]
     with Recorder(), pytest.raises(bt.ButtressError, match="not float64: use impl='bmm'"):

@@ -77,7 +77,7 @@ def test_chosen_by_the_measured_table(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds.gpu_name.cache_clear()
     gpu = torch.cuda.get_device_name()
     if not speeds.table(gpu):
-        pytest.skip(f"no table of measured speeds for {gpu}")
+        pytest.skip(f"no speed table for {gpu}")
     half = torch.zeros(32768, 4096, device="cuda", dtype=torch.bfloat16)
     assert fused.preferred(bt.BTT(rank=2).chain(4096, 4096), half)
     assert not fused.preferred(bt.BTT(rank=2).chain(4096, 4096), half.double())

@@ -1,4 +1,4 @@
-"""Structures: one file each, holding nothing but its chain. Importing this package registers them."""
+"""Structures, one file each. Importing this package registers them."""
 
 from buttress.core.structures.base import Structure, parse, split, structure, structures
 from buttress.core.structures.block_diagonal import BlockDiagonal

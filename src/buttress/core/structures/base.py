@@ -1,4 +1,4 @@
-"""What a structure is, the registry, the text form, and how a size is split into axes."""
+"""The base class of structures, their registry and text form, and how a size is split into axes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, TypeVar, dataclass_transform
 
-from buttress.core.chain import Axes, Chain
+from buttress.core.chain import Chain
 from buttress.errors import ButtressError, StructureError
 from buttress.suggestions import did_you_mean
 
 _REGISTRY: dict[str, type[Structure]] = {}
 
-MOST_UNEVEN = 2
-"""Largest ratio between the axes of one split; beyond it a size is padded."""
+MAX_AXIS_RATIO = 2
+"""Largest ratio between the axes of one split; a size that splits less evenly is padded."""
 
 
 class Structure(ABC):
@@ -47,17 +47,17 @@ class Structure(ABC):
             d_out: Output features, at least 1.
 
         Returns:
-            The chain. Sizes that do not split are padded; none is refused.
+            The chain. Sizes that do not split are padded, so all sizes are supported.
         """
 
     @classmethod
     def default_candidates(cls) -> tuple[Structure, ...]:
-        """The options worth comparing where none were asked for: the defaults, if all options have one."""
+        """Structures to compare where the user lists none: by default the one without options, if that is possible."""
         return (cls(),) if all(f.default is not MISSING for f in fields(cls)) else ()  # type: ignore[arg-type]
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
-        """Members of many costs for a layer of this size; by default the default candidates.
+        """Structures of this class at many different costs; by default the default candidates.
 
         Args:
             d_in: Input features.
@@ -158,7 +158,7 @@ def _parse_call(text: str) -> tuple[str, list[ast.keyword]] | None:
 
 
 def _parse_options(cls: type[Structure], keywords: list[ast.keyword], problem: str) -> dict[str, Any]:
-    """The values of a structure's options, as literals; `problem` begins the message of a refusal."""
+    """The values of a structure's options, as literals; `problem` is the start of error messages."""
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     options: dict[str, Any] = {}
     for keyword in keywords:
@@ -176,16 +176,24 @@ def _parse_options(cls: type[Structure], keywords: list[ast.keyword], problem: s
 
 
 def positive(structure: Structure, **options: int | None) -> None:
-    """Refuse options that are not integers >= 1."""
+    """Check that options are integers >= 1.
+
+    Args:
+        structure: The structure, named in the error.
+        **options: Values by option name.
+
+    Raises:
+        StructureError: If one is not an integer >= 1.
+    """
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise StructureError(f"{type(structure).__name__}: {name} must be an integer >= 1, got {value!r}")
 
 
 def split(n: int, parts: int) -> tuple[int, ...]:
-    """The most even factors of n, ascending; a size that splits worse than 2:1 is padded first.
+    """The most even factors of n, ascending; a size whose factors are less even than 2:1 is padded.
 
-    Law: the factors multiply to n or to the next larger number whose most even factors are within 2:1.
+    The factors multiply to n, or to the next larger number whose most even factors are within 2:1.
 
     Args:
         n: The size to split, at least 1.
@@ -207,9 +215,22 @@ def split(n: int, parts: int) -> tuple[int, ...]:
         raise StructureError(f"a size is split into 1 or more parts, got {parts!r}")
     while True:
         factors = most_even(n, parts)
-        if factors[-1] <= MOST_UNEVEN * factors[0]:
+        if factors[-1] <= MAX_AXIS_RATIO * factors[0]:
             return factors
         n += 1
+
+
+def block_counts(d_in: int, d_out: int) -> Iterator[int]:
+    """Numbers of blocks worth comparing for a layer of this size, descending.
+
+    Args:
+        d_in: Input features.
+        d_out: Output features.
+
+    Yields:
+        Numbers of at least 2 and at most the smaller side.
+    """
+    yield from (n for n in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2) if n <= min(d_in, d_out))
 
 
 @cache
@@ -219,7 +240,7 @@ def most_even(n: int, parts: int) -> tuple[int, ...]:
 
 
 def _factorizations(n: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write n as a product of `parts` ascending factors, none below `least`."""
+    """Every factorization of n into `parts` ascending factors, none below `least`."""
     if parts == 1:
         yield (n,)
         return
@@ -229,76 +250,3 @@ def _factorizations(n: int, parts: int, least: int) -> Iterator[tuple[int, ...]]
             for rest in _factorizations(n // first, parts - 1, first):
                 yield (first, *rest)
         first += 1
-
-
-def bonds(structure: Structure, rank: int | tuple[int, ...], cores: int) -> tuple[int, ...]:
-    """The ranks between neighbouring cores: one number for all, or one for each bond."""
-    positive(structure, cores=cores)
-    if cores < 2:
-        raise StructureError(f"{type(structure).__name__}: cores must be an integer >= 2, got {cores}")
-    ranks = rank if isinstance(rank, tuple) else (rank,) * (cores - 1)
-    for r in ranks:
-        positive(structure, rank=r)
-    if len(ranks) != cores - 1:
-        raise StructureError(
-            f"{type(structure).__name__}: {cores} cores have {cores - 1} bonds, "
-            f"but rank={rank!r} gives {len(ranks)} ranks: give one number or {cores - 1}"
-        )
-    return ranks
-
-
-@dataclass(frozen=True)
-class Train:
-    """Axes and sizes that Tensor-Train and its block form have in common.
-
-    Core t of c contracts input axis j_t and the rank to its right, and creates output axis i_t and the
-    rank to its left; the last core acts first. Two cores use the letters of the paper: y = (a, b),
-    x = (c, d), rank s.
-
-    Args:
-        names: Names of the cores in order of application.
-        inputs: Input axes j_1 .. j_c, slow to fast.
-        outputs: Output axes i_1 .. i_c.
-        ranks: Rank axes; ranks[t] joins core t + 1 to core t + 2.
-        sizes: Length of each axis.
-    """
-
-    names: Axes
-    inputs: Axes
-    outputs: Axes
-    ranks: Axes
-    sizes: dict[str, int]
-
-    @classmethod
-    def of(cls, d_in: int, d_out: int, ranks: tuple[int, ...]) -> Train:
-        """The axes for a layer of these sizes, with one rank for each pair of neighbouring cores."""
-        cores = len(ranks) + 1
-        if cores == 2:
-            letters: tuple[Axes, Axes, Axes, Axes] = ("R", "L"), ("c", "d"), ("a", "b"), ("s",)
-        else:
-            count = range(1, cores + 1)
-            letters = (
-                tuple(f"G{t}" for t in reversed(count)),
-                tuple(f"j{t}" for t in count),
-                tuple(f"i{t}" for t in count),
-                tuple(f"s{t}" for t in count[:-1]),
-            )
-        names, inputs, outputs, bonds = letters
-        sizes = dict(zip(bonds, ranks, strict=True))
-        # The core that acts first gets the smallest input and output axes: d <= c and b <= a.
-        sizes |= zip(reversed(inputs), split(d_in, cores), strict=True)
-        sizes |= zip(reversed(outputs), split(d_out, cores), strict=True)
-        return cls(names, inputs, outputs, bonds, sizes)
-
-    def core(self, t: int, *, blocks: bool) -> str:
-        """Axes of core t = 1 .. c; `blocks` adds the axes of the other cores that BTT keeps apart."""
-        before = self.inputs[: t - 1] if blocks else ()
-        after = self.outputs[t:] if blocks else ()
-        left, right = self.ranks[t - 2 : t - 1] if t > 1 else (), self.ranks[t - 1 : t]
-        created = (self.outputs[t - 1], *left)
-        return " ".join((*before, *after, *created, self.inputs[t - 1], *right))
-
-    def factors(self, *, blocks: bool) -> dict[str, str]:
-        """Axes of every core by name, in order of application."""
-        cores = len(self.names)
-        return {name: self.core(cores - k, blocks=blocks) for k, name in enumerate(self.names)}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from buttress.core.chain import Chain
-from buttress.core.structures.base import Structure, positive, structure
+from buttress.core.structures.base import Structure, block_counts, positive, structure
 
 
 @structure
@@ -11,7 +11,7 @@ class BlockDiagonal(Structure):
     """Independent dense blocks along the diagonal.
 
     Args:
-        blocks: Number of blocks; no more than the smaller side has entries.
+        blocks: Number of blocks; limited to the size of the smaller side.
 
     Example:
         >>> BlockDiagonal(blocks=4).chain(64, 64).params
@@ -25,8 +25,7 @@ class BlockDiagonal(Structure):
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
-        most = min(d_in, d_out)
-        yield from (cls(blocks=blocks) for blocks in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2) if blocks <= most)
+        yield from (cls(blocks=blocks) for blocks in block_counts(d_in, d_out))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         g = max(1, min(self.blocks, d_in, d_out))

@@ -1,21 +1,22 @@
-"""Block Tensor-Train, the structure of the paper: Tensor-Train without the sharing."""
+"""Block Tensor-Train, the structure of the paper: Tensor-Train without parameter sharing."""
 
 from collections.abc import Iterator
 
 from buttress.core.chain import Chain
-from buttress.core.structures.base import Structure, Train, bonds, structure
+from buttress.core.structures.base import Structure, structure
+from buttress.core.structures.cores import CoreAxes, bond_ranks
 
 
 @structure
 class BTT(Structure):
     """Block Tensor-Train, whose parameters equal its MACs per token.
 
-    Rank 1 is Monarch with sqrt(d) blocks; two cores of rank sqrt(d) represent any matrix. The output is
-    ordered as the last core leaves it, (b, a), the paper's up to a fixed permutation. Not TedNet's
-    block-term Tucker, not tensorly-torch's BlockTT.
+    Rank 1 is Monarch with sqrt(d) blocks; two cores of rank sqrt(d) represent any matrix. The output axes are
+    in the order in which the last core writes them, (b, a): the paper's order up to a fixed permutation. This is
+    neither TedNet's block-term Tucker nor tensorly-torch's BlockTT.
 
     Args:
-        rank: Size of the bonds between neighbouring cores: one number, or one for each bond.
+        rank: Size of the bonds between neighboring cores: one number, or one for each bond.
         cores: Number of cores, at least 2.
 
     Example:
@@ -27,7 +28,7 @@ class BTT(Structure):
     cores: int = 2
 
     def __post_init__(self) -> None:
-        bonds(self, self.rank, self.cores)
+        bond_ranks(self, self.rank, self.cores)
 
     @classmethod
     def default_candidates(cls) -> tuple[Structure, ...]:
@@ -39,12 +40,12 @@ class BTT(Structure):
         yield from (cls(rank=rank) for rank in range(1, min(sizes["d"], sizes["a"]) + 1))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
-        train = Train.of(d_in, d_out, bonds(self, self.rank, self.cores))
+        axes = CoreAxes.of(d_in, d_out, bond_ranks(self, self.rank, self.cores))
         return Chain.of(
             d_in,
             d_out,
-            x=" ".join(train.inputs),
-            factors=train.factors(blocks=True),
-            y=" ".join((*train.outputs[1:], train.outputs[0])),
-            sizes=train.sizes,
+            x=" ".join(axes.inputs),
+            factors=axes.factors(blocks=True),
+            y=" ".join((*axes.outputs[1:], axes.outputs[0])),
+            sizes=axes.sizes,
         )

@@ -1,4 +1,4 @@
-"""Circular convolution: one kernel slid around a ring."""
+"""Circular convolution."""
 
 from buttress.core.chain import Chain
 from buttress.core.structures.base import Structure, positive, structure
@@ -8,10 +8,10 @@ from buttress.core.structures.base import Structure, positive, structure
 class Convolution(Structure):
     """Circular convolution, y[i] = sum_w K[w] x[i + w - kernel_size // 2]: a Toeplitz matrix.
 
-    The ring has the length of the smaller side; the larger side is several channels of it.
+    Positions form a ring of the length of the smaller side; the larger side has several channels.
 
     Args:
-        kernel_size: Length of the kernel; one longer than the ring is cut to the ring.
+        kernel_size: Length of the kernel, limited to the length of the ring.
 
     Example:
         >>> Convolution(kernel_size=3).chain(64, 64).params

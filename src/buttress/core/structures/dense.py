@@ -1,4 +1,4 @@
-"""The ordinary matrix, through the same interface: the baseline of every comparison."""
+"""The dense matrix as a structure: the baseline of every comparison."""
 
 from buttress.core.chain import Chain
 from buttress.core.structures.base import Structure, structure

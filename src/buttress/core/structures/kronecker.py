@@ -1,4 +1,4 @@
-"""W = L kron R: one small matrix on the slow half of the axes, one on the fast half."""
+"""Kronecker: W = kron(L, R), with L acting on the slow input axis and R on the fast one."""
 
 from buttress.core.chain import Chain
 from buttress.core.structures.base import Structure, split, structure
@@ -6,7 +6,7 @@ from buttress.core.structures.base import Structure, split, structure
 
 @structure
 class Kronecker(Structure):
-    """The Kronecker product kron(L, R); both factors are shared along the other's axis.
+    """The matrix kron(L, R); each factor is shared along the other's axis.
 
     Example:
         >>> chain = Kronecker().chain(64, 64)

@@ -1,4 +1,4 @@
-"""W = U V with few columns in U."""
+"""Low rank: W = U V, where U has few columns."""
 
 from collections.abc import Iterator
 from math import ceil, isqrt, sqrt
@@ -10,10 +10,10 @@ from buttress.errors import StructureError
 
 @structure
 class LowRank(Structure):
-    """The matrix product U V of rank `rank`; without options, the square root of the smaller side, as in the paper.
+    """A matrix U V of limited rank.
 
     Args:
-        rank: The rank.
+        rank: The rank. Default: the square root of the smaller side, as in the paper.
         fraction: The rank as a fraction of the smaller side, in (0, 1]; not together with `rank`.
 
     Example:
@@ -34,13 +34,14 @@ class LowRank(Structure):
         if self.fraction is not None and not (isinstance(self.fraction, float | int) and 0 < self.fraction <= 1):
             raise StructureError(f"LowRank: fraction must be in (0, 1], got {self.fraction!r}")
         if self.fraction is not None:
-            object.__setattr__(self, "fraction", float(self.fraction))  # numpy's floats have another text
+            object.__setattr__(self, "fraction", float(self.fraction))  # numpy floats have a different repr
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
-        most = min(d_in, d_out)
-        # About three dozen ranks, closer together where they are small.
-        yield from (cls(rank=rank) for rank in sorted({max(1, round(most * (i / 36) ** 1.5)) for i in range(1, 37)}))
+        max_rank = min(d_in, d_out)
+        # Up to 36 ranks, closer together where they are small.
+        ranks = sorted({max(1, round(max_rank * (i / 36) ** 1.5)) for i in range(1, 37)})
+        yield from (cls(rank=rank) for rank in ranks)
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         small = min(d_in, d_out)
@@ -58,6 +59,6 @@ class LowRank(Structure):
             factors={"V": "r d", "U": "e r"},
             y="e",
             sizes={"d": d_in, "r": rank, "e": d_out},
-            # The rule's sqrt(r) / d_in vanishes with a zero-started U when r = sqrt(d): the paper's exception.
+            # The paper's exception: with a zero-started U and r = sqrt(d), the rule's sqrt(r) / d_in would vanish.
             std={"V": 1 / sqrt(max(d_in, 1))},
         )

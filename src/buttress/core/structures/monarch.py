@@ -3,18 +3,18 @@
 from collections.abc import Iterator
 
 from buttress.core.chain import Chain
-from buttress.core.structures.base import Structure, positive, structure
+from buttress.core.structures.base import Structure, block_counts, positive, structure
 
 
 @structure
 class Monarch(Structure):
     """Two block-diagonal factors with a fixed shuffle between them: P L P^T R.
 
-    The middle is as narrow as the narrower side, as in the authors' code. Not the distributed actor
-    framework of the same name.
+    The intermediate has the size of the smaller side, as in the authors' code. This is not the distributed
+    actor framework of the same name.
 
     Args:
-        blocks: Number of blocks in each of L and R; no more than the smaller side has entries.
+        blocks: Number of blocks in each of L and R; limited to the size of the smaller side.
 
     Example:
         >>> Monarch(blocks=4).chain(64, 64).params
@@ -32,8 +32,7 @@ class Monarch(Structure):
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
-        most = min(d_in, d_out)
-        yield from (cls(blocks=blocks) for blocks in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2) if blocks <= most)
+        yield from (cls(blocks=blocks) for blocks in block_counts(d_in, d_out))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         g = max(1, min(self.blocks, d_in, d_out))
@@ -46,7 +45,7 @@ class Monarch(Structure):
             # Each block of R feeds t numbers to each block of L.
             sizes = {"g": g, "h": g, "t": q // g, "d": d, "e": e}
             return Chain.of(d_in, d_out, x=x, factors={"R": "g t h d", "L": "h e g t"}, y=y, sizes=sizes)
-        # Otherwise entry j of the middle goes to block j mod g of L, which no axis expresses.
+        # Otherwise entry j of the intermediate goes to block j mod g of L, which needs a regroup.
         return Chain.of(
             d_in,
             d_out,

@@ -1,9 +1,10 @@
-"""Tensor-Train: a sum of Kronecker products over a rank, and its form with more cores."""
+"""Tensor-Train: with two cores, a sum of `rank` Kronecker matrices."""
 
 from collections.abc import Iterator
 
 from buttress.core.chain import Chain
-from buttress.core.structures.base import Structure, Train, bonds, structure
+from buttress.core.structures.base import Structure, structure
+from buttress.core.structures.cores import CoreAxes, bond_ranks
 
 
 @structure
@@ -13,7 +14,7 @@ class TensorTrain(Structure):
     Every core is shared along the axes of the others.
 
     Args:
-        rank: Size of the bonds between neighbouring cores: one number, or one for each bond.
+        rank: Size of the bonds between neighboring cores: one number, or one for each bond.
         cores: Number of cores, at least 2.
 
     Example:
@@ -26,21 +27,21 @@ class TensorTrain(Structure):
     cores: int = 2
 
     def __post_init__(self) -> None:
-        bonds(self, self.rank, self.cores)
+        bond_ranks(self, self.rank, self.cores)
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
         sizes = cls().chain(d_in, d_out).sizes
-        most = min(sizes["b"] * sizes["d"], sizes["a"] * sizes["c"])
-        yield from (cls(rank=2**i) for i in range(most.bit_length()))
+        max_rank = min(sizes["b"] * sizes["d"], sizes["a"] * sizes["c"])
+        yield from (cls(rank=2**i) for i in range(max_rank.bit_length()))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
-        train = Train.of(d_in, d_out, bonds(self, self.rank, self.cores))
+        axes = CoreAxes.of(d_in, d_out, bond_ranks(self, self.rank, self.cores))
         return Chain.of(
             d_in,
             d_out,
-            x=" ".join(train.inputs),
-            factors=train.factors(blocks=False),
-            y=" ".join(train.outputs),
-            sizes=train.sizes,
+            x=" ".join(axes.inputs),
+            factors=axes.factors(blocks=False),
+            y=" ".join(axes.outputs),
+            sizes=axes.sizes,
         )

@@ -1,6 +1,6 @@
-"""The fused kernels: a chain's factors with the shuffles between them folded into loads and stores.
+"""The fused kernels: a chain's factors with the permutations between them folded into loads and stores.
 
-Does not import triton until a kernel runs.
+triton is not imported until a kernel runs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def apply(
     scales: Sequence[Tensor] | None,
     recompute: bool,
 ) -> Tensor:
-    """Apply a chain with the kernels, or refuse.
+    """Apply a chain with the kernels.
 
     Compilers and dispatch modes see one operator, `torch.ops.buttress.chain`. Otherwise the kernels are called without
-    it, which costs less host time.
+    it, which takes less host time.
 
     Args:
         chain: The chain.
         x: The input.
         factors: The factors in order of application.
-        bias: What is added to the result.
-        scales: One number for each factor, by which it is multiplied.
+        bias: Added to the result.
+        scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Compute the intermediates again in the backward pass instead of saving them.
 
     Shape:
@@ -48,18 +48,19 @@ def apply(
         The result.
 
     Raises:
-        ButtressError: If the kernels cannot run here, or do not take this chain, device or dtype.
+        ShapeError: If a factor or the bias has the wrong shape.
+        ButtressError: If triton is missing, or the kernels do not support this chain, device or dtype.
     """
     strided = require_strided(chain, x)
     weights = [w.contiguous() for w in factors]
-    gains = [s.float() for s in scales or ()]
+    scales = [s.float() for s in scales or ()]
     bias = None if bias is None else bias.contiguous()
-    check_operands(chain, x, weights, gains, bias)
+    check_operands(chain, x, weights, scales, bias)
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        return apply_operator(strided, x, weights, gains, bias, recompute=recompute)
+        return apply_operator(strided, x, weights, scales, bias, recompute=recompute)
     if torch._C._len_torch_dispatch_stack():
         flops.register_if_imported()
-        return apply_operator(strided, x, weights, gains, bias, recompute=recompute)
-    y: Tensor = FusedFunction.apply(strided, recompute, x, bias, *weights, *gains)  # type: ignore[no-untyped-call]
+        return apply_operator(strided, x, weights, scales, bias, recompute=recompute)
+    y: Tensor = FusedFunction.apply(strided, recompute, x, bias, *weights, *scales)  # type: ignore[no-untyped-call]
     return y

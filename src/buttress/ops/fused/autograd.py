@@ -1,13 +1,13 @@
-"""The autograd policy of the kernels, and their eager entry point. Does not import triton until a kernel runs.
+"""The autograd policy of the kernels, and their eager entry point. triton is not imported until a kernel runs.
 
 Both entry points, the `torch.autograd.Function` below and the operators of `operators.py`, follow one policy:
 
-- The chain *learns* where a weight or a scale needs a gradient. Only then are x and the intermediates needed.
-- Saved are the weights, the scales and the bias; x where the chain learns; the intermediates where it learns and
-  recomputation was not asked for.
-- A backward pass computes all gradients where the chain learns, after recomputing intermediates that were not saved.
-  Otherwise it computes those of x and of the bias alone.
-- A second derivative differentiates the same map in torch's own operations.
+- The chain *learns* if a weight or a scale needs a gradient. Only then are x and the intermediates needed.
+- The forward pass saves the weights, the scales and the bias. If the chain learns, it also saves x and, unless
+  `recompute` is set, the intermediates.
+- If the chain learns, the backward pass computes all gradients, after recomputing intermediates that were not saved.
+  Otherwise it computes those of x and of the bias only.
+- A second derivative differentiates the same function in torch's own operations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass finds of the forward pass."""
+    """Tensors that the forward pass saves for the backward pass."""
 
     x: Tensor | None
     bias: Tensor | None
@@ -53,13 +53,13 @@ def saves_intermediates(*, learns: bool, recompute: bool) -> bool:
 def save(
     ctx: Any, strided: StridedChain, learns: bool, x: Tensor, bias: Tensor | None, z: Tensor | None, parameters: Tensors
 ) -> None:
-    """Store on an autograd context what the backward pass needs; `parameters` are the weights, then the scales."""
+    """Store the tensors for the backward pass on an autograd context; `parameters` are the weights, then the scales."""
     ctx.save_for_backward(x if learns else None, bias, z, *parameters)
     ctx.strided, ctx.learns, ctx.x_shape = strided, learns, x.shape
 
 
 def load(ctx: Any) -> Saved:
-    """What `save` stored."""
+    """The tensors that `save` stored."""
     x, bias, z, *parameters = ctx.saved_tensors
     count = len(ctx.strided.factors)
     return Saved(x, bias, z, parameters[:count], parameters[count:])
@@ -68,7 +68,7 @@ def load(ctx: Any) -> Saved:
 def forward(
     strided: StridedChain, x: Tensor, weights: Tensors, scales: Tensors, bias: Tensor | None, *, save: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The result and, with `save`, the intermediates, from the kernels."""
+    """Apply the chain with the kernels; with `save`, the intermediates are returned, too."""
     from buttress.ops.fused import passes
 
     return passes.forward(strided, x, weights, scales, bias, tuning_for(strided, x), save=save)
@@ -77,7 +77,7 @@ def forward(
 def backward(
     strided: StridedChain, dy: Tensor, saved: Saved, *, learns: bool, needs_x: bool = True, needs_bias: bool
 ) -> Gradients:
-    """The gradients, from the kernels; dy is contiguous."""
+    """Compute the gradients with the kernels; dy is contiguous."""
     from buttress.ops.fused import passes
 
     x, _, z, weights, scales = saved
@@ -95,7 +95,7 @@ def backward(
 def operator_backward(ctx: Any, dy: Tensor, saved: Saved, *, needs_bias: bool) -> Gradients:
     """As `backward`, through the operator that compilers and dispatch modes see."""
     x, _, z, weights, scales = saved
-    # An operator takes no None in place of a tensor; what is not needed is not read.
+    # An operator does not accept None in place of a tensor; the placeholders are not read.
     dx, *rest = torch.ops.buttress.chain_backward(
         dy,
         dy if x is None else x,
@@ -113,9 +113,9 @@ def operator_backward(ctx: Any, dy: Tensor, saved: Saved, *, needs_bias: bool) -
 
 
 def differentiable_backward(ctx: Any, dy: Tensor, saved: Saved, needed: Sequence[bool]) -> Gradients:
-    """Gradients that can be differentiated again: of aliases, because the inputs may depend on each other.
+    """Gradients that can be differentiated again, of aliases because the inputs may depend on each other.
 
-    `needed` says which of x, the bias, the weights and the scales need one, in this order.
+    `needed` states which of x, the bias, the weights and the scales need one, in this order.
     """
     x, bias, _, weights, scales = saved
     if x is None:
@@ -131,7 +131,7 @@ def differentiable_backward(ctx: Any, dy: Tensor, saved: Saved, needed: Sequence
 
 
 class FusedFunction(torch.autograd.Function):
-    """The kernels without the operator around them, which costs host time on every call."""
+    """The kernels without the registered operator, which takes host time on every call."""
 
     @staticmethod
     def forward(

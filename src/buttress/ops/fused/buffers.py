@@ -12,11 +12,11 @@ from buttress.ops.tuning import TILE_TOKENS
 
 
 class Buffer(NamedTuple):
-    """One end of a factor.
+    """A tensor that a factor reads or writes.
 
     Args:
-        tensor: (tokens, width), or with `tokens_fast` (tiles, rows, TILE_TOKENS), beginning at this buffer's first row.
-        width: Columns, or rows of all intermediates.
+        tensor: (tokens, width), or with `tokens_fast` (tiles, rows, TILE_TOKENS), starting at this buffer's first row.
+        width: Number of columns, or number of rows of all intermediates.
         tokens_fast: Whether this is an intermediate, in which tokens are the fastest axis.
     """
 
@@ -26,19 +26,19 @@ class Buffer(NamedTuple):
 
 
 def new_intermediate(strided: StridedChain, x: Tensor) -> Tensor:
-    """An uninitialized tensor for all intermediates, one after the other: (tile, row, token)."""
+    """An uninitialized tensor for all intermediates, concatenated along the rows: (tile, row, token)."""
     return x.new_empty(cdiv(x.shape[0], TILE_TOKENS), strided.total_rows, TILE_TOKENS)
 
 
 def buffers(strided: StridedChain, x: Tensor, z: Tensor, y: Tensor) -> list[Buffer]:
-    """What the factors lead from and to: x, the intermediates in z, and y."""
+    """The sources and targets of the factors in order of application: x, the intermediates in z, and y."""
     rows = strided.total_rows
     inner = [Buffer(z[:, start:], rows, True) for start in strided.row_starts]
     return [Buffer(x, strided.d_in, False), *inner, Buffer(y, strided.d_out, False)]
 
 
 def tokens_and_tiles(source: Buffer, target: Buffer) -> tuple[int, int]:
-    """Numbers of tokens and tiles. Between two intermediates all tokens of a tile count; the surplus ones are zero."""
+    """Numbers of tokens and tiles. Between two intermediates, the zero padding of the last tile counts as tokens."""
     if not source.tokens_fast:
         tokens = source.tensor.shape[0]
     elif not target.tokens_fast:

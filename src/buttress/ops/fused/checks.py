@@ -1,4 +1,4 @@
-"""What the kernels take, and refusals that say what to do. Does not import triton."""
+"""Checks that the kernels support a chain and its operands. Does not import triton."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from buttress.ops.strides import StridedChain
 
 
 def require_strided(chain: Chain, x: Tensor) -> StridedChain:
-    """The chain for the kernels.
+    """The strides of a chain that the kernels support.
 
     Args:
         chain: The chain.
         x: The input.
 
     Returns:
-        Its strides.
+        The strides.
 
     Raises:
-        ButtressError: If the kernels cannot run here, or do not take this chain, device or dtype.
+        ButtressError: If triton is missing, or the kernels do not support this chain, device or dtype.
     """
     strided = layouts_of(chain).strided
     if strided is None:
@@ -45,7 +45,14 @@ def require_strided(chain: Chain, x: Tensor) -> StridedChain:
 def check_operands(
     chain: Chain, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None
 ) -> None:
-    """Refuse parameters of another shape, dtype or device than the kernels need.
+    """Check that shapes, dtypes and devices are those that the kernels need.
+
+    Args:
+        chain: The chain.
+        x: The input.
+        weights: The factors in order of application.
+        scales: One multiplier for each factor, or none at all.
+        bias: The bias.
 
     Raises:
         ShapeError: If a factor or the bias has the wrong shape.
@@ -58,7 +65,8 @@ def check_operands(
             raise ShapeError(f"factor {f.name} must have the shape {f.shape}, got {tuple(w.shape)}")
     operands = [*weights, *([] if bias is None else [bias])]
     if any(t.dtype != x.dtype or t.device != x.device for t in operands) or any(s.device != x.device for s in scales):
-        kinds = ", ".join(sorted({f"{t.dtype} on {t.device}" for t in (*operands, *scales)}))
+        placements = ", ".join(sorted({f"{t.dtype} on {t.device}" for t in (*operands, *scales)}))
         raise ButtressError(
-            f"x is {x.dtype} on {x.device}, but the layer's parameters are {kinds}: bring them together"
+            f"x is {x.dtype} on {x.device}, but the layer's parameters are {placements}: "
+            "move them to the same dtype and device"
         )

@@ -1,4 +1,4 @@
-"""A strided chain in operations that torch can differentiate any number of times. Does not import triton."""
+"""A strided chain in torch's own operations, which can be differentiated repeatedly. Does not import triton."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from buttress.ops.strides import StridedChain, StridedFactor, Strides
 def apply_strided(
     strided: StridedChain, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None
 ) -> Tensor:
-    """The map that the kernels compute, for second derivatives.
+    """Compute the same as the kernels, for second derivatives.
 
     Args:
         strided: The chain.
         x: The input.
         weights: The factors in order of application.
-        scales: One number for each factor, or none at all.
-        bias: What is added to the result.
+        scales: One multiplier for each factor, or none at all.
+        bias: Added to the result.
 
     Shape:
         (tokens, d_in) -> (tokens, d_out).
@@ -42,7 +42,7 @@ def apply_strided(
 
 @lru_cache(maxsize=1024)
 def _indices(factor: StridedFactor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns that each block reads, which output belongs to each column, and each block's slice of the weight."""
+    """The columns that each block reads, the order of the outputs in the target, and each block's slice."""
 
     def positions(strides: Strides) -> Tensor:
         i = torch.arange(strides.size, device=device)

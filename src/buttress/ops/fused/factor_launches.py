@@ -1,4 +1,4 @@
-"""One factor in a launch of its own, forward and backward. Imports triton."""
+"""Launches of one factor at a time, forward and backward. Imports triton."""
 
 from __future__ import annotations
 
@@ -30,12 +30,18 @@ from buttress.ops.tuning import TILE_TOKENS, Backward, Forward, Tuning
 REDUCED_ENTRIES = 1024
 """Entries of a gradient that one program sums over lanes."""
 
-Layout = tuple[int, bool]
+BufferLayout = tuple[int, bool]
 """Width of a buffer, and whether tokens are its fastest axis."""
 
 
 class FactorPlan(NamedTuple):
-    """What does not depend on the number of tokens: offsets, programs of a lane, and the kernel with its constants."""
+    """The parts of a launch that do not depend on the number of tokens.
+
+    Args:
+        table: Offsets of the blocks.
+        programs: Programs per lane.
+        launch: The kernel with its constants.
+    """
 
     table: Tensor
     programs: int
@@ -57,8 +63,8 @@ class FactorLauncher:
     Args:
         strided: The chain.
         weights: The factors in order of application, contiguous.
-        scales: One float32 number for each factor, or none at all.
-        spec: What the tensors share.
+        scales: One float32 multiplier for each factor, or none at all.
+        spec: Device, dtype and precision of the tensors.
         tuning: Launch options.
     """
 
@@ -93,7 +99,7 @@ class FactorLauncher:
             factor, self.spec, tuning, source[1:], grad[1:], scale is not None, biased
         )
         if not launch.constants["WITH_DSRC"]:
-            # Too many outputs to have them all on the chip: the source's gradient in a launch of its own.
+            # Too many outputs to keep them all on the chip: the source's gradient needs its own launch.
             self.forward(i, grad, source_grad, transposed=True)
         tokens, tiles = tokens_and_tiles(source, grad)
         lanes = lane_count(programs, tuning.programs * device_limits(self.spec.device).multiprocessors, tiles)
@@ -111,8 +117,8 @@ class FactorLauncher:
 
 @lru_cache(maxsize=4096)
 def _forward_plan(
-    factor: StridedFactor, spec: TensorSpec, tuning: Forward, transposed: bool, source: Layout, target: Layout,
-    scaled: bool, biased: bool,
+    factor: StridedFactor, spec: TensorSpec, tuning: Forward, transposed: bool, source: BufferLayout,
+    target: BufferLayout, scaled: bool, biased: bool,
 ) -> FactorPlan:  # fmt: skip
     itemsize = spec.dtype.itemsize
     source_strides, target_strides = kernel_strides(factor)[:: -1 if transposed else 1]
@@ -136,7 +142,7 @@ def _forward_plan(
 
 @lru_cache(maxsize=4096)
 def _backward_plan(
-    factor: StridedFactor, spec: TensorSpec, tuning: Backward, source: Layout, target: Layout,
+    factor: StridedFactor, spec: TensorSpec, tuning: Backward, source: BufferLayout, target: BufferLayout,
     scaled: bool, biased: bool,
 ) -> FactorPlan:  # fmt: skip
     itemsize = spec.dtype.itemsize
@@ -161,6 +167,7 @@ def _backward_plan(
 
 @lru_cache(maxsize=8)
 def _reduce_launch(device: torch.device, dtype: torch.dtype, scaled: bool) -> Launch:
+    # A launch is compiled for one device and dtype, so both are cache keys.
     return Launch(kernels.reduce_gradients, {"SCALED": scaled, "B": REDUCED_ENTRIES, "num_warps": 4, "num_stages": 1})
 
 
@@ -181,6 +188,6 @@ def _reduce(
     )  # fmt: skip
     if scale is None:
         return FactorGradients(dw, None, dbias)
-    # The scale's gradient is the inner product of the weight with the gradient before scaling.
+    # The scale's gradient is the sum of the weight times its gradient before scaling.
     unscaled = weight_parts.unflatten(1, (factor.slices, shared)).sum((0, 2))
     return FactorGradients(dw, (unscaled * weight).sum().to(scale.dtype).reshape(scale.shape), dbias)

@@ -2,14 +2,14 @@
 
 `_apply_factor` loads one block's slice of a weight, keeps it on the chip and multiplies tile after tile of tokens by
 it; `backward` is its backward pass, the gradients of the block's source and of its weight together. Programs are
-(block, part of the block, lane of tokens), blocks fastest. Lanes take tiles in turn, so that at any time the GPU works
-on neighbouring tokens.
+(block, part, lane), blocks fastest: a part is a range of a block's outputs, and a lane is a set of token tiles. Lanes
+take tiles in turn, so that at any time the GPU works on neighboring tokens.
 
 The intermediate z between two factors is rank times as large as x, and moving it is the main cost. `forward_pair` runs
-both factors in one launch, some programs each. The consumers follow the producers at a distance of a few tiles, with a
-counter for each group of tiles, and much of what passes between them is still in the L2 cache. Where z is not needed
-afterwards it is stored in a ring of a few groups and takes no further memory. All programs have to be resident at once
-for that: a cooperative launch, of no more programs than fit.
+both factors in one launch. Programs of the first factor produce z and those of the second consume it a few tiles later,
+with a counter for each group of tiles, so that much of z is still in the L2 cache. If z is not needed afterwards, it is
+stored in a ring of a few groups and takes no further memory. All programs have to be resident at once, which a
+cooperative launch guarantees.
 
 Names: `p_` a pointer, `i_` an index, `o_` a vector of offsets, `m_` a mask, `b_` a tile of values on the chip, `n_` a
 count. `src` is what a factor reads, `dst` what it writes, `w` its weight, `s` its scale. Compile-time constants are
@@ -40,13 +40,13 @@ def _strided(o_i, STRIDES: tl.constexpr):
 
 @triton.jit
 def _block_offset(p_entry, STRIDES: tl.constexpr):
-    """Where a block begins. The known alignment allows wide loads and stores."""
+    """Offset of a block. Multiplying by the alignment, a constant, allows wide loads and stores."""
     return tl.load(p_entry) * STRIDES[3]
 
 
 @triton.jit
 def _wait(p_counter, n_programs):
-    """Wait until `n_programs` have incremented the counter; what they stored before is visible afterwards."""
+    """Wait until `n_programs` have incremented the counter; their earlier stores are then visible."""
     while tl.load(p_counter, volatile=True) < n_programs:
         pass
     while tl.atomic_add(p_counter, 0, sem="acquire") < n_programs:
@@ -74,7 +74,7 @@ def _begin_group(
 
 @triton.jit
 def _end_group(p_counters, n_groups, i_group, ROLE: tl.constexpr, RING: tl.constexpr):
-    """After a group of tiles: tell the other side."""
+    """After a group of tiles: signal the other side."""
     if ROLE == PRODUCER:
         _signal(p_counters + i_group)
     if ROLE == CONSUMER and RING:
@@ -204,7 +204,7 @@ def forward(
     SRC_TOKENS_FAST: tl.constexpr, DST_TOKENS_FAST: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One factor in a launch of its own. Programs are (block, part of its outputs, lane of tokens), blocks fastest."""
+    """One factor. Programs are (block, part, lane), blocks fastest."""
     i_program = tl.program_id(0)
     n_parts = tl.cdiv(J, BJ)
     _apply_factor(
@@ -226,7 +226,7 @@ def forward_pair(
     T: tl.constexpr, BK1: tl.constexpr, BJ1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, RING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both factors of a pair, z between them. The first programs are the producers, the others the consumers."""
+    """Both factors of a pair. The first programs produce z, the others consume it."""
     i_program = tl.program_id(0)
     n_first, n_second = n_blocks1 * tl.cdiv(J1, BJ1), n_blocks2 * tl.cdiv(J2, BJ2)
     if i_program < n_first * n_lanes:
@@ -259,7 +259,7 @@ def backward(
     SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One factor: dsrc[k] = scale * sum_j w[j, k] ddst[j], and over a lane's tokens dw[j, k] = sum ddst[j] src[k] and
-    dbias[j] = sum ddst[j]. Without WITH_DSRC only the sums, of a part of j as well as of k."""
+    dbias[j] = sum ddst[j]. Without WITH_DSRC only dw and dbias are computed, and j is divided into parts as k is."""
     i_program = tl.program_id(0)
     i_block, i_rest = i_program % n_blocks, i_program // n_blocks
     n_parts_k = tl.cdiv(K, BK)
@@ -343,8 +343,8 @@ def decode_pair(
     T: tl.constexpr, BK1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both factors for a handful of tokens. A block of the second factor needs only its own rows of z, so each program
-    computes them itself and none waits for another. SLICE_STRIDE1 is 0 where the first weight is shared."""
+    """Both factors for few tokens. Each program computes the rows of z that its block of the second factor needs, so
+    no program waits for another. SLICE_STRIDE1 is 0 where the first weight is shared."""
     i_program = tl.program_id(0)
     i_block, i_part = i_program % n_blocks, i_program // n_blocks % n_parts
     o_t = i_program // (n_blocks * n_parts) * T + tl.arange(0, T)  # [T]

@@ -1,4 +1,4 @@
-"""What every launch of a kernel needs: compiled kernels, limits of the GPU, and sizes of tiles."""
+"""Launching compiled kernels: offset tables, limits of the GPU, and tile sizes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from buttress.ops.strides import StridedChain, StridedFactor, Strides
 MAX_ON_CHIP = 256
 """Longest side of a slice that a program keeps on the chip as a whole."""
 MAX_SHARED_BYTES, RESERVED_SHARED_BYTES = 200 << 10, 24 << 10
-"""Shared memory that a program may use, and how much less than a smaller GPU's limit, which the compiler needs."""
+"""Shared memory that a program may use, and how much of a smaller GPU's limit is left to the compiler."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Launch:
-    """A kernel with all constants it is compiled for, launched without inspecting its arguments again.
+    """A kernel with all constants that it is compiled for, launched without inspecting its arguments again.
 
-    What a kernel is compiled for includes dtypes and which numbers are multiples of 16, so launches are cached by
-    these. It includes that tensors begin at multiples of 16 bytes, too; where one does not, triton inspects the
-    arguments.
+    A compiled kernel is specialized for dtypes and for numbers that are multiples of 16, so launches must be cached by
+    these. It also assumes that tensors start at multiples of 16 bytes. If one does not, triton inspects the arguments.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
@@ -37,7 +36,7 @@ class Launch:
         self.compiled: Any = None
         self.constant_values: list[Any] = []
         self.tensor_count = 0
-        """How many arguments are tensors; they come first."""
+        """Number of tensors among the arguments; they precede the numbers."""
 
     def __call__(self, programs: int, *args: Any) -> None:
         if not self.tensor_count:
@@ -58,7 +57,7 @@ class Launch:
 
 
 class TensorSpec(NamedTuple):
-    """What all tensors of one pass share: device, dtype, and the precision of float32 matrix products."""
+    """Properties that all tensors of one pass share: device, dtype, and the precision of float32 matmuls."""
 
     device: torch.device
     dtype: torch.dtype
@@ -74,7 +73,7 @@ class TensorSpec(NamedTuple):
 def on_device_of_x(
     function: Callable[Concatenate[StridedChain, Tensor, P], R],
 ) -> Callable[Concatenate[StridedChain, Tensor, P], R]:
-    """Run a function on the device of its second argument: triton launches on the current device."""
+    """Make the device of the second argument current, because triton launches on the current device."""
 
     @wraps(function)
     def run(strided: StridedChain, x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -106,12 +105,12 @@ def kernel_strides(factor: StridedFactor) -> tuple[tuple[int, ...], tuple[int, .
 
 
 def cdiv(n: int, divisor: int) -> int:
-    """n / divisor, rounded up; triton's own takes as long as a launch."""
+    """n / divisor, rounded up. triton.cdiv would take as long as a launch."""
     return -(-n // divisor)
 
 
 def tile_size(n: int, limit: int) -> int:
-    """The power of two that covers n, at least 16, which tl.dot needs, and at most `limit`."""
+    """The smallest power of two >= n, but at least 16, which tl.dot needs, and at most `limit`."""
     return min(max(1 << (n - 1).bit_length(), 16), limit)
 
 
@@ -136,7 +135,7 @@ class DeviceLimits:
 
 @lru_cache(maxsize=16)
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of a device; the defaults where it is no GPU."""
+    """The limits of a device; the defaults if it is not a GPU."""
     if device.type != "cuda":
         return DeviceLimits()
     properties: Any = torch.cuda.get_device_properties(device)
@@ -150,10 +149,10 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def stage_count(device: torch.device, stages: int, resident: int, tile: int, scratch: int) -> int:
-    """Tiles in flight at a time: at most `stages`, and as many as shared memory holds. The others are in bytes."""
+    """Tiles in flight at a time: at most `stages`, and no more than shared memory holds; other sizes are in bytes."""
     return max(1, min(stages, (device_limits(device).program_shared_bytes - resident - scratch) // tile))
 
 
 def lane_count(programs: int, target: int, tiles: int) -> int:
-    """Into how many lanes the tiles are dealt, for about `target` programs in all."""
+    """Number of lanes among which the tiles are distributed, for about `target` programs in total."""
     return max(1, min(target // programs, tiles))

@@ -1,6 +1,6 @@
-"""The kernels as operators of torch, for compilers and dispatch modes: fake tensors, gradients, FLOP counts.
+"""The kernels as torch operators, for compilers and dispatch modes: implementations, fake tensors and gradients.
 
-`autograd.py` states the autograd policy. Does not import triton until a kernel runs.
+`autograd.py` states the autograd policy. triton is not imported until a kernel runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from buttress.ops.tuning import TILE_TOKENS
 
 DEVICES = ("cpu", "cuda")
 
-# Defined one by one rather than with torch.library.custom_op, whose checks cost host time on every call.
+# Not with torch.library.custom_op, whose checks take host time on every call.
 torch.library.define(
     "buttress::chain",
     "(Tensor x, Tensor[] weights, Tensor[] scales, Tensor? bias, int[] numbers, bool learns, bool save) "
@@ -98,9 +98,9 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     saved = autograd.load(ctx)
     needs_x, _weights, _scales, needs_bias, *_ = ctx.needs_input_grad
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # Of a list, torch only says whether any of its tensors needs a gradient.
-        listed = [t.requires_grad for t in (*saved.weights, *saved.scales)]
-        grads = autograd.differentiable_backward(ctx, dy, saved, [needs_x, needs_bias, *listed])
+        # For a list, torch only reports whether any of its tensors needs a gradient.
+        needed = [needs_x, needs_bias, *(t.requires_grad for t in (*saved.weights, *saved.scales))]
+        grads = autograd.differentiable_backward(ctx, dy, saved, needed)
     else:
         grads = autograd.operator_backward(ctx, dy.contiguous(), saved, needs_bias=needs_bias)
     return grads.x, grads.weights, grads.scales, grads.bias, None, None, None

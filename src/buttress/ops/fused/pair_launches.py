@@ -28,26 +28,30 @@ from buttress.ops.strides import StridedChain, Strides
 from buttress.ops.tuning import TILE_TOKENS, Forward
 
 MAX_DECODE_TOKENS = 64
-"""Most tokens for the kernel in which no program waits for another."""
+"""Maximum number of tokens for `launch_decode`."""
 IN_FLIGHT_BYTES, RING_GROUPS = 24 << 20, 2
 """Bytes of z in flight between the factors of a pair, about half of an L2 cache, and in how many groups of tiles."""
 
 
 class PairPlan(NamedTuple):
-    """What does not depend on the number of tokens."""
+    """The parts of a launch that do not depend on the number of tokens.
+
+    Args:
+        tables: Offsets of the blocks of both factors.
+        programs: Programs per lane, both factors together.
+        resident_programs: Number of programs that the GPU holds at once.
+        launch: The kernel with its constants.
+    """
 
     tables: list[Tensor]
-    """Offsets of both factors."""
     programs: int
-    """Programs of a lane, both factors together."""
     resident_programs: int
-    """How many programs the GPU holds at once."""
     launch: Launch
 
 
 @lru_cache(maxsize=4096)
 def is_pair(strided: StridedChain) -> bool:
-    """Whether a chain has two factors, each with inputs that stay on the chip."""
+    """Whether a chain has two factors, each with blocks whose inputs fit on the chip."""
     return len(strided.factors) == 2 and max(f.source.size for f in strided.factors) <= MAX_ON_CHIP
 
 
@@ -117,7 +121,7 @@ def _pair_plan(
 def _resident_programs(
     launch: Launch, strided: StridedChain, spec: TensorSpec, tables: Sequence[Tensor], warps: int, scaled: bool
 ) -> int:
-    """Compile the kernel, and see how many of its programs the GPU holds at once."""
+    """Compile the kernel and compute how many of its programs the GPU holds at once."""
     example = torch.empty(16, dtype=spec.dtype, device=spec.device)
     scale = torch.empty(16, dtype=torch.float32, device=spec.device) if scaled else example
     sizes = (strided.d_in, strided.intermediate_rows[0], strided.d_out, *(f.blocks for f in strided.factors))
@@ -128,7 +132,7 @@ def _resident_programs(
     limits = device_limits(spec.device)
     threads = 32 * warps
     by_registers: int = limits.registers // (-(-compiled.n_regs // 8) * 8 * threads)
-    by_shared: int = limits.shared_bytes // (compiled.metadata.shared + 1024)  # a program costs 1 KiB of its own
+    by_shared: int = limits.shared_bytes // (compiled.metadata.shared + 1024)  # each program reserves 1 KiB
     return limits.multiprocessors * min(by_registers, by_shared, limits.threads // threads)
 
 
@@ -141,7 +145,7 @@ def _pair_constants(strided: StridedChain) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def is_decodable(strided: StridedChain) -> bool:
-    """Whether the kernel for a handful of tokens takes this chain."""
+    """Whether `launch_decode` supports a chain."""
     if not is_pair(strided):
         return False
     first, second = strided.factors
@@ -162,7 +166,7 @@ def launch_decode(
     bias: Tensor | None,
     y: Tensor,
 ) -> None:
-    """Write y for at most `MAX_DECODE_TOKENS` tokens."""
+    """Write y for at most `MAX_DECODE_TOKENS` tokens, with a kernel whose programs do not wait for each other."""
     tile_tokens = min(1 << (x.shape[0] - 1).bit_length(), 16)
     table, parts, launch = _decode_plan(strided, TensorSpec.of(x), tile_tokens, bool(scales), bias is not None)
     scale1, scale2 = scales or (x, x)

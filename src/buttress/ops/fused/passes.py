@@ -1,4 +1,4 @@
-"""Passes of a whole chain through the kernels, forward and backward. Imports triton."""
+"""Forward and backward passes of a whole chain with the kernels. Imports triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = Sequence[Tensor]
 
 
 class ChainGradients(NamedTuple):
-    """Gradients of everything that a chain was applied with."""
+    """Gradients of x, the weights, the scales and the bias."""
 
     x: Tensor
     weights: list[Tensor]
@@ -38,8 +38,8 @@ def forward(
         strided: The chain.
         x: The input, contiguous like all other tensors.
         weights: The factors in order of application.
-        scales: One float32 number for each factor, or none at all.
-        bias: What is added to the result.
+        scales: One float32 multiplier for each factor, or none at all.
+        bias: Added to the result.
         tuning: Launch options.
         save: Whether to return the intermediates.
 
@@ -55,7 +55,7 @@ def forward(
     if not save and x.shape[0] <= MAX_DECODE_TOKENS and is_decodable(strided):
         launch_decode(strided, x, weights, scales, bias, y)
         return y, None
-    # What the GPU holds at once was computed for aligned tensors, as nearly all are.
+    # The number of programs that the GPU holds at once is computed for aligned tensors, as nearly all are.
     operands = (x, *weights, *scales, *(() if bias is None else (bias,)))
     if tuning.forward.fuse and is_pair(strided) and not any(t.data_ptr() % 16 for t in operands):
         written, z = launch_pair(strided, x, weights, scales, bias, y, tuning.forward, save=save)
@@ -72,7 +72,7 @@ def forward(
 
 @on_device_of_x
 def intermediates(strided: StridedChain, x: Tensor, weights: Tensors, scales: Tensors, tuning: Tuning) -> Tensor:
-    """What `forward` returns with `save`, without the result."""
+    """Compute only the intermediates that `forward` returns with `save`."""
     z = new_intermediate(strided, x)
     if x.shape[0]:
         launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(x), tuning)
@@ -87,7 +87,7 @@ def backward(
     strided: StridedChain, dy: Tensor, x: Tensor, z: Tensor, weights: Tensors, scales: Tensors, tuning: Tuning,
     *, biased: bool,
 ) -> ChainGradients:  # fmt: skip
-    """Gradients of x, the weights, the scales and, with `biased`, the bias.
+    """Compute the gradients of x, the weights, the scales and, with `biased`, the bias.
 
     Sums over tokens are divided into a fixed number of lanes, which are added in order: the result is deterministic.
     """
@@ -114,7 +114,7 @@ def backward(
 
 @on_device_of_x
 def backward_input(strided: StridedChain, dy: Tensor, weights: Tensors, scales: Tensors, tuning: Tuning) -> Tensor:
-    """The gradient of x alone: the transposed factors in reverse order, without intermediates of the forward pass."""
+    """Compute the gradient of x only: the transposed factors in reverse order, without saved intermediates."""
     dx = dy.new_empty(dy.shape[0], strided.d_in)
     if dy.shape[0]:
         launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(dy), tuning)

@@ -1,4 +1,4 @@
-"""When the kernels are used, and with which launch options. Does not import triton."""
+"""Choosing between the kernels and torch.bmm, and choosing launch options. Does not import triton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _forced_tunings: list[Tuning] = []
 
 
 def preferred(chain: Chain, x: Tensor) -> bool:
-    """Whether the fused kernels are the better choice for a layer, rather than torch.bmm.
+    """Whether a layer uses the fused kernels rather than torch.bmm.
 
     Args:
         chain: The chain.
@@ -31,18 +31,18 @@ def preferred(chain: Chain, x: Tensor) -> bool:
         x is (tokens, d_in).
 
     Returns:
-        True where the kernels can run and the speed table says that they are faster.
+        True if the kernels can run and are faster according to the speed table.
     """
     if x.device.type != "cuda" or not availability.TRITON or (signature := layouts_of(chain).signature) is None:
         return False
-    # Function transforms and forward-mode derivatives need operations that torch can take apart.
+    # Function transforms and forward-mode derivatives need torch's own operations.
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     compiling = torch.compiler.is_compiling()
     if not compiling and torch._C._len_torch_dispatch_stack():
-        # A mode that observes or replaces operations gets torch's own matrix products.
+        # Modes that observe or replace operations see torch.bmm.
         return False
-    # A compiler may leave the number of tokens open; what is worth compiling has many.
+    # A compiler may leave the number of tokens open.
     tokens = speeds.MANY_TOKENS if compiling else x.shape[0]
     return speeds.prefers_kernels(
         signature, x.dtype, x.device.index or 0, tokens, torch.is_grad_enabled(), compiling or _graph_depth > 0
@@ -51,10 +51,10 @@ def preferred(chain: Chain, x: Tensor) -> bool:
 
 @contextmanager
 def graphed() -> Iterator[None]:
-    """Let layers choose their implementation as if launches were free, as they are when a CUDA graph is replayed.
+    """Choose implementations by their speed when replayed from a CUDA graph, where launches take no host time.
 
-    Use it around the warm-up steps and around the capture, so that both make the same choice. A compiler needs
-    no such hint.
+    Use it around both the warm-up steps and the capture, so that they choose the same. It is not needed with
+    torch.compile.
 
     Example::
 
@@ -74,7 +74,7 @@ def graphed() -> Iterator[None]:
 
 @contextmanager
 def tuned(tuning: Tuning) -> Iterator[None]:
-    """Launch the kernels with these options and no others, to measure them."""
+    """Launch the kernels with these options only, to measure them."""
     _forced_tunings.append(tuning)
     try:
         yield
