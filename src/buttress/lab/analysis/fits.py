@@ -22,7 +22,7 @@ Window = tuple[float, float]
 Array = NDArray[np.float64]
 
 MIN_SIZES = 3
-"""Different values of x that a law needs: two determine the line and leave no residuals."""
+"""Number of different x that a law needs: two would determine the line and leave no residuals."""
 UNITS: dict[str, str] = {"macs": "MACs", "seconds": "s"}
 
 
@@ -32,14 +32,16 @@ class FitError(ButtressError, ValueError):
 
 @dataclass(frozen=True)
 class Point:
-    """One model: its cost and its error, averaged over seeds to fit as in the paper."""
+    """One model: its cost and its error, averaged over seeds as in the paper."""
 
     macs: float
+    """Multiply-accumulates of the forward pass."""
     error: float
+    """Error or loss."""
     seconds: float | None = None
-    """Seconds of training, None where they were not measured."""
+    """Seconds of training; None if they were not measured."""
     width: int | None = None
-    """Width of the model, None where it has none."""
+    """Width of the model; None if it has none."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,20 @@ class PowerLaw:
         return self.scale * x**-self.exponent
 
     def x_at(self, error: float) -> float:
-        """The x at which the law reaches an error, so that predict(x_at(error)) == error.
+        """Invert the law: predict(x_at(error)) == error.
+
+        Args:
+            error: The error to reach.
+
+        Returns:
+            The x at which the law reaches it.
 
         Raises:
             FitError: If the law does not fall, or the error is not above zero and finite.
         """
         if self.exponent <= 0:
             raise FitError(
-                f"this law does not fall with {self.against} (exponent {self.exponent:.3g}): there is no x for an error"
+                f"this law does not fall with {self.against} (exponent {self.exponent:.3g}): no x reaches a given error"
             )
         return _exp((math.log(self.scale) - _log(error)) / self.exponent)
 
@@ -85,7 +93,7 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two exponents, the first minus the second, with the p-value of its being zero."""
+    """The difference of two exponents, the first minus the second, with the p-value of the test that it is zero."""
 
     estimate: float
     standard_error: float
@@ -138,6 +146,9 @@ def fit(
         resamples: Number of bootstrap samples.
         seed: Seed of the bootstrap.
 
+    Returns:
+        The law.
+
     Raises:
         FitError: If there are too few points, or one of them has no logarithm.
 
@@ -175,6 +186,9 @@ def difference(
         against: What x is: "macs" or "seconds".
         window: Smallest and largest x to use, bounds included. Default: all points.
 
+    Returns:
+        The exponent of `first` minus that of `second`, and the test.
+
     Raises:
         FitError: If there are too few points, or one of them has no logarithm.
         MissingExtraError: If scipy is not installed.
@@ -204,7 +218,7 @@ def saving(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Saving:
-    """How many times less compute one set of models needs than another for the same error.
+    """Estimate how many times less compute one set of models needs than another for the same error.
 
     The interval is too narrow where one side has 3 points and the other many: at 95 % it covered 92 % of simulated
     truths with 3 and 8 points, and 87 % where it was extrapolated.
@@ -212,13 +226,16 @@ def saving(
     Args:
         cheap: Points of the cheaper models.
         costly: Points of the costlier models.
-        error: Where to compare. Outside a window the law is extrapolated. Default: the lowest error that both reach
-            inside their windows, as points and as laws.
+        error: The error at which to compare. Outside a window the law is extrapolated. Default: the lowest error that
+            both reach inside their windows, as points and as laws.
         against: What x is: "macs" or "seconds".
         window: Smallest and largest x to use, bounds included. Default: all points.
         level: Level of the interval.
         resamples: Number of bootstrap samples.
         seed: Seed of the bootstrap.
+
+    Returns:
+        The ratio of compute, with its interval.
 
     Raises:
         FitError: If a law does not fall, no error is reached by both, or there are too few points.
@@ -378,7 +395,7 @@ def _columns(points: Sequence[Point], against: Against) -> tuple[Array, Array]:
 
 def _log(error: float) -> float:
     if not 0 < error < math.inf:
-        raise FitError(f"no power law reaches an error of {error}: ask for one above zero and finite")
+        raise FitError(f"no power law reaches an error of {error}: give one above zero and finite")
     return math.log(error)
 
 

@@ -28,6 +28,9 @@ def scaling(
         metric: What is on the y axis.
         against: What is on the x axis; with "seconds", models whose time was not measured are left out.
         published: Points of the paper to draw as hollow markers, against MACs only.
+
+    Returns:
+        The figure.
     """
     figure, panel = plt.subplots(figsize=(7, 5), layout="constrained")
     for i, (key, line) in enumerate(points(records, metric).items()):
@@ -93,7 +96,7 @@ def exponents(
 
 
 def widths(records: Iterable[Record], metric: Metric = "train_error") -> Figure:
-    """Error against width, that is, at equal memory for activations."""
+    """Error against width; models of equal width need equal memory for activations."""
     figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
     ticks: set[int] = set()
     for i, (key, line) in enumerate(points(records, metric).items()):
