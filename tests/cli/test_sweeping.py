@@ -66,8 +66,8 @@ def test_local_processes_by_default() -> None:
     ("options", "says"),
     [
         (("rya", None, None, None, None), "did you mean 'ray'"),
-        (("ray", 2, None, None, None), "--workers does not go with --on ray, which takes --address"),
-        (("local", None, "head:1", None, None), "--address does not go with --on local"),
+        (("ray", 2, None, None, None), "--workers cannot be used with --on ray, which takes --address"),
+        (("local", None, "head:1", None, None), "--address cannot be used with --on local"),
     ],
 )
 def test_impossible_engines(options: tuple[str, int | None, str | None, None, None], says: str) -> None:
