@@ -19,7 +19,7 @@ from buttress.lab.training.devices import resolve_device
 
 
 def compress(
-    model: Annotated[Path, typer.Argument(help="Model folder of transformers, sentence-transformers or timm.")],
+    model: Annotated[Path, typer.Argument(help="Model folder, from transformers, sentence-transformers or timm.")],
     out: Annotated[Path, typer.Option(help="Folder to write. It must not exist, or be empty.")],
     keep: Annotated[float, typer.Option(help="Fraction of the linear layers' cost to keep.")] = 0.5,
     structure: Annotated[

@@ -101,7 +101,7 @@ class _TimedDevice:
 
     name: str
     local: torch.device | None
-    """The device in this machine, None if only a table of measured speeds is available."""
+    """The device in this machine, None if only its measured-speed table is available."""
 
     @property
     def default_dtype(self) -> torch.dtype:
@@ -307,7 +307,7 @@ def _default_candidates() -> list[Structure]:
 def _timings(
     device: _TimedDevice, candidates: Sequence[Structure], d_in: int, d_out: int, tokens: int, dtype: torch.dtype
 ) -> list[_Timing]:
-    """The times of the candidates, at least one. Candidates that are not in the table of an absent GPU are left out."""
+    """The times of the candidates, at least one. Candidates that an absent GPU's table lacks are left out."""
     if device.local is not None:
         return _measured(candidates, d_in, d_out, tokens, dtype, device.local, device.name)
     scaled = (_scaled(structure, d_in, d_out, tokens, dtype, device.name) for structure in candidates)

@@ -1,4 +1,4 @@
-"""The interface of engines, which train the runs of a sweep: jobs, events, and the base class."""
+"""The interface of engines, which train a sweep's runs: jobs, events, and the base class."""
 
 from __future__ import annotations
 

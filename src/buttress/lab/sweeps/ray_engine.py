@@ -1,6 +1,6 @@
 """The engine of a cluster: runs are trained as Ray tasks.
 
-A run is sent as text and its record comes back as text, so machines need not share a disk. Where they do share the
+Runs and records are sent as text, so machines need not share a disk. Where they do share the
 store's folder, a run is trained in it, and one whose machine was lost resumes from its last checkpoint on another
 machine; without it, such a run starts again. Ray retries a run whose process or machine was lost, but not one that
 failed by itself.

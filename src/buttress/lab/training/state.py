@@ -80,7 +80,7 @@ class TrainingState:
 
 
 def checkpoint_metadata(run: Run, task: Task, device: torch.device, step: int) -> dict[str, Any]:
-    """Metadata that identifies the run of a checkpoint."""
+    """Metadata by which a checkpoint identifies its run."""
     return {"run": run.to_json(), "device": device.type, "step": step, "data": task.fingerprint}
 
 
