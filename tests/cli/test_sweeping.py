@@ -45,7 +45,7 @@ def test_records_are_gathered(tmp_path: Path, invoke: Invoke) -> None:
     assert len(read_records(out)) == 13
     done = invoke("records", str(tmp_path / "runs"), str(out), "--recipe", "digits")
     assert done.code == 2
-    assert "holds no record of a run of digits" in done.err
+    assert "holds no record of the recipe digits" in done.err
 
 
 def test_the_report_has_a_title(tmp_path: Path, invoke: Invoke) -> None:

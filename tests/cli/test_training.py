@@ -74,7 +74,7 @@ def test_tokens_are_written_and_checked(invoke: Invoke, text: Path, tmp_path: Pa
     assert "already done" in " ".join(done.err.split())
     done = invoke("tokens", *options[:-1], "0.2")
     assert done.code == 2
-    assert "exists already and was not made from this" in " ".join(done.err.split())
+    assert "exists already and was not written from these inputs" in " ".join(done.err.split())
     done = invoke("tokens", "--check", out)
     assert done.code == 0
     assert "checksums are correct" in " ".join(done.err.split())

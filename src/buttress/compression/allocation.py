@@ -51,7 +51,7 @@ class Choice:
     name: str
     """Name of the layer."""
     structure: str
-    """The structure as text; "dense" where the layer stays as it is."""
+    """The structure as text; "dense" if the layer stays as it is."""
     cost_before: float
     """Cost of the dense layer."""
     cost_after: float
@@ -116,7 +116,7 @@ def curves(
         batches: A few batches on which to measure the effect of each layer's loss on the model's output, by the
             distance that `heal` uses. The layer's losses are scaled by it: some layers tolerate more than others.
         watch: Called with a layer's name, its number and the number of layers, before each layer.
-        projections: Where to keep projections, so that those of the chosen plan need not be computed again.
+        projections: A store for projections, so that those of the chosen plan need not be computed again.
 
     Returns:
         The options of each layer, by name; the first is to stay dense.

@@ -62,7 +62,7 @@ class Advice:
 
     @property
     def fastest(self) -> Option | None:
-        """The fastest option, or None where nn.Linear is no slower."""
+        """The fastest option, or None if nn.Linear is no slower."""
         best = self.options[0] if self.options else None
         return best if best and best.against_dense > TOLERANCE else None
 

@@ -73,7 +73,7 @@ def model_args(folder: Path) -> dict[str, Any]:
         folder: A timm model folder.
 
     Returns:
-        Keywords for `timm.create_model`; empty where none are recorded.
+        Keywords for `timm.create_model`; empty if none are recorded.
 
     Example:
         >>> buttress.vision.model_args(Path("small"))

@@ -46,19 +46,26 @@ class Point:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """error = scale * x ** -exponent, for x in `window`; `low` and `high` bound the exponent at `level`."""
+    """The power law error = scale * x ** -exponent, fitted to the points in a window of x."""
 
     exponent: float
+    """Exponent of the fit; positive if the error falls."""
     exponent_error: float
     """Standard error of the slope: the paper's error bar."""
     scale: float
+    """The error at x = 1."""
     low: float
+    """Lower end of the exponent's interval."""
     high: float
+    """Upper end of the exponent's interval."""
     level: float
+    """Level of the interval."""
     points: int
+    """Number of points used."""
     window: Window
     """Smallest and largest x among the points used."""
     against: Against = "macs"
+    """The quantity x: "macs" or "seconds"."""
 
     def predict(self, x: float) -> float:
         """The error at `x`, which may be outside the window."""
@@ -93,11 +100,14 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two exponents, the first minus the second, with the p-value of the test that it is zero."""
+    """The difference of two exponents, the first minus the second, and a test that it is zero."""
 
     estimate: float
+    """The difference."""
     standard_error: float
+    """Its standard error."""
     p_value: float
+    """P-value of the t-test that it is zero."""
     degrees: int
     """Degrees of freedom of the t-test: the number of points minus two for each line."""
 
@@ -107,17 +117,23 @@ class Difference:
 
 @dataclass(frozen=True)
 class Saving:
-    """How many times less compute one law needs than another for the same error."""
+    """The ratio of the compute that two laws need for the same error, with its interval."""
 
     error: float
+    """The error at which compute is compared."""
     ratio: float
+    """Compute of the costlier models divided by that of the cheaper ones, according to the laws."""
     low: float
+    """Lower end of the ratio's interval."""
     high: float
+    """Upper end of the ratio's interval."""
     level: float
+    """Level of the interval."""
     read: float | None
-    """The same ratio by interpolation between the points, without a law; None where they do not both reach the error.
-    Where it is far from `ratio`, the points bend away from their laws there."""
+    """The same ratio by interpolation between the points, without a law; None if one does not reach the error. If it is
+    far from `ratio`, the points bend away from their laws there."""
     against: Against = "macs"
+    """The quantity that is compared: "macs" or "seconds"."""
 
     def __str__(self) -> str:
         read = "" if self.read is None else f"; {self.read:.3g} read between the points"
@@ -140,7 +156,7 @@ def fit(
 
     Args:
         points: At least three points of different x, in any order.
-        against: What x is: "macs" or "seconds".
+        against: The quantity x: "macs" or "seconds".
         window: Smallest and largest x to use, bounds included. Default: all points.
         level: Level of the interval for the exponent.
         resamples: Number of bootstrap samples.
@@ -183,7 +199,7 @@ def difference(
     Args:
         first: Points of one law.
         second: Points of the other law.
-        against: What x is: "macs" or "seconds".
+        against: The quantity x: "macs" or "seconds".
         window: Smallest and largest x to use, bounds included. Default: all points.
 
     Returns:
@@ -228,7 +244,7 @@ def saving(
         costly: Points of the costlier models.
         error: The error at which to compare. Outside a window the law is extrapolated. Default: the lowest error that
             both reach inside their windows, as points and as laws.
-        against: What x is: "macs" or "seconds".
+        against: The quantity x: "macs" or "seconds".
         window: Smallest and largest x to use, bounds included. Default: all points.
         level: Level of the interval.
         resamples: Number of bootstrap samples.
@@ -334,7 +350,7 @@ def _interval(estimate: tuple[Array, Array], samples: tuple[Array, Array], level
 
 
 def _log_ratio(lines: Sequence[_Line], v: float) -> tuple[Array, Array]:
-    """How much further out the second line reaches v than the first, and the standard error of that."""
+    """Distance between the u at which the first and the second line reach v, and its standard error."""
     (cheap, cheap_error), (costly, costly_error) = (line.crossing(v) for line in lines)
     return costly - cheap, np.hypot(cheap_error, costly_error)
 

@@ -102,7 +102,7 @@ class Experiment:
 
     @property
     def topic(self) -> str:
-        """What it varies, for the heading."""
+        """The varied quantity, for the heading."""
         if self.setting.probe:
             return "feature updates"
         if self.setting.trace:

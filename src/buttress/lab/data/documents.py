@@ -53,7 +53,7 @@ class Source(ABC):
 
     name: str
     size: int | None
-    """Size in bytes, as stored; None where it is unknown."""
+    """Size in bytes, as stored; None if it is unknown."""
     val: float
     """Fraction of its documents for validation."""
 
@@ -66,7 +66,7 @@ class Source(ABC):
         """Read all pieces from a position on. The cuts depend on the documents alone, not on the position.
 
         Args:
-            position: Where to start: 0, or the `position` of an earlier piece.
+            position: Position to start at: 0, or the `position` of an earlier piece.
             inside: Whether the position is inside a document.
 
         Yields:
@@ -82,7 +82,7 @@ class Source(ABC):
         """Read all pieces from a position on, in chunks. The next chunk is read while the caller processes one.
 
         Args:
-            position: Where to start.
+            position: Position to start at.
             open_split: Split of the document that contains the position; empty if it is between documents.
 
         Yields:
@@ -254,7 +254,7 @@ def sha256(path: Path) -> str:
 
 
 def _fraction(val: Path | str | float) -> float | None:
-    """A fraction, or None where `val` is the name of a file."""
+    """A fraction, or None if `val` is the name of a file."""
     try:
         return float(str(val))
     except ValueError:

@@ -55,7 +55,7 @@ class TensorBoard(Log):
     """Scalars for TensorBoard.
 
     Args:
-        folder: Where event files are written.
+        folder: The folder for event files.
 
     Raises:
         MissingExtraError: If TensorBoard is not installed.

@@ -95,7 +95,7 @@ def train(
         log: Receives the run's metrics.
         checkpoint_seconds: Time between checkpoints.
         at_once: Number of runs that share the device. It is recorded, because it makes their times incomparable.
-        parallel: How several processes divide the work: "ddp" (every process has the whole model) or "fsdp" (each has a
+        parallel: Strategy for several processes: "ddp" (every process has the whole model) or "fsdp" (each has a
             shard of every weight).
         way: Former name of `parallel`.
 

@@ -26,7 +26,7 @@ def build_record(trainer: Trainer, *, seconds: float, step_ms: float, at_once: i
         seconds: Duration of the whole run.
         step_ms: Median time per step.
         at_once: Runs that share the device.
-        metrics: What was measured during the run.
+        metrics: Metrics of the run over its steps.
 
     Returns:
         The record, with the status "done".

@@ -25,8 +25,8 @@ def scaling(
 
     Args:
         records: Run records.
-        metric: What is on the y axis.
-        against: What is on the x axis; with "seconds", models whose time was not measured are left out.
+        metric: The quantity on the y axis.
+        against: The quantity on the x axis; with "seconds", models whose time was not measured are left out.
         published: Points of the paper to draw as hollow markers, against MACs only.
 
     Returns:
@@ -72,7 +72,7 @@ def exponents(
         published: Exponent and standard error by structure.
 
     Returns:
-        The figure, or None where no line has enough sizes for a fit.
+        The figure, or None if no line has enough sizes for a fit.
     """
     laws: dict[LineKey, tuple[str, PowerLaw]] = {}
     for i, (key, line) in enumerate(points(records, metric).items()):
@@ -114,7 +114,7 @@ def runtime(records: Iterable[Record]) -> Figure | None:
     """Time per training step against MACs, for runs that had their device to themselves.
 
     Returns:
-        The figure, or None where there is no such run.
+        The figure, or None if there is no such run.
     """
     lines: dict[LineKey, list[tuple[int, float]]] = defaultdict(list)
     for r in records:

@@ -23,11 +23,11 @@ def landscape(
 
     Args:
         records: Run records.
-        metric: What is on the y axis.
+        metric: The quantity on the y axis.
         published: Points of the paper to draw as hollow markers.
 
     Returns:
-        The figure, or None where no model was trained at more than two learning rates.
+        The figure, or None if no model was trained at more than two learning rates.
     """
     runs = tuned(records)
     if not runs:
@@ -68,7 +68,7 @@ def feature_updates(records: Iterable[Record], published: Updates | None = None)
         published: Values of the paper to draw as hollow markers.
 
     Returns:
-        The figure, or None where no run measured its updates.
+        The figure, or None if no run measured its updates.
     """
     lines: dict[LineKey, dict[int, float]] = defaultdict(dict)
     for r in records:
@@ -119,7 +119,7 @@ def stability(records: Iterable[Record]) -> Figure | None:
         records: Run records, of failed runs as well.
 
     Returns:
-        The figure, or None where no run traced its activations.
+        The figure, or None if no run traced its activations.
     """
     traced = [r for r in records if largest_activations(r)]
     if not traced:

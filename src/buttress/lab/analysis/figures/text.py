@@ -23,7 +23,7 @@ def language(records: Iterable[Record]) -> Figure | None:
         records: Run records; those of other tasks and of failed runs are ignored.
 
     Returns:
-        The figure, or None where all models cost the same.
+        The figure, or None if all models cost the same.
     """
     done = [r for r in records if r.status == "done" and "head_macs" in r.results]
     if len({r.macs for r in done}) < 2:
