@@ -1,20 +1,19 @@
 """The coordinate check for every structure and rule: python benchmarks/coordinate_check.py
 
-Trains the paper's residual MLP (two blocks, no biases) for a few steps at widths 64 to 1024, with the
-structure-aware rates, with the naive ones, and for SGD with the paper's, and records how the change that
-each factor makes to its layer's output scales with width. Writes results/coordinate_check.json and one
-figure. About five minutes on two cores.
+Trains the paper's residual MLP (two blocks, no biases) for a few steps at widths 64 to 1024: with structure-aware
+rates, with naive rates and, for SGD, with the paper's rates. It records how the change of a layer's output that each
+factor causes scales with width. Writes results/coordinate_check.json and a figure. About five minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from files import write_json
 from torch import Tensor, nn
 
 import buttress as bt
@@ -71,8 +70,10 @@ def paper_rule() -> AbstractContextManager[object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/coordinate_check.json"))
-    parser.add_argument("--figure", type=Path, default=Path("docs/figures/coordinate_check.png"))
+    parser.add_argument("--out", type=Path, default=Path("results/coordinate_check.json"), help="JSON file to write")
+    parser.add_argument(
+        "--figure", type=Path, default=Path("docs/figures/coordinate_check.png"), help="image file to write"
+    )
     options = parser.parse_args()
     rows = []
     shown = {}
@@ -100,10 +101,7 @@ def main() -> None:
                 span = f"{min(factors):+.2f} .. {max(factors):+.2f}"
                 print(f"{structure!s:>28} {rule:>5} {rates:>15}: slopes of the factors' changes {span}", flush=True)
     record = {"command": "python benchmarks/coordinate_check.py", "torch": torch.__version__, "rows": rows}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    part = options.out.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(options.out)
+    write_json(options.out, record)
     plot(shown, options.figure)
     print(f"written to {options.out} and {options.figure}")
 

@@ -1,14 +1,13 @@
-"""CPU benchmark: ratios measured side by side in one run. `make bench`, or python benchmarks/cpu.py [--out FILE].
+"""CPU benchmark of layers: `make bench`, or python benchmarks/cpu.py [--out FILE].
 
-Two questions. How much faster is a structured layer than the nn.Linear of the same width? And how much
-does the layer cost over the bare batched matmuls that it cannot do without: the same matmuls, forward and
-backward through autograd, on operands that are already laid out?
+It measures how much faster a structured layer is than the nn.Linear of the same width, and how much slower it is than
+the batched matmuls that it consists of: the same matmuls, forward and backward through autograd, on operands that are
+already laid out. Times that are compared are measured in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -17,36 +16,37 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from files import write_json
 from torch import Tensor, nn
 
 import buttress as bt
 
 ROUNDS = 25
-SECONDS_A_ROUND = 0.02
+ROUND_SECONDS = 0.02
 
 
 def interleaved(*functions: Callable[[], object]) -> list[float]:
-    """Median seconds of each function; rounds take turns, so that a slow moment of the machine hits all."""
+    """Median seconds of each function; they take turns, so that a slow period of the machine affects all of them."""
     counts = []
     for f in functions:
         f()
         start = time.perf_counter()
         f()
-        counts.append(max(1, round(SECONDS_A_ROUND / max(time.perf_counter() - start, 1e-7))))
+        counts.append(max(1, round(ROUND_SECONDS / max(time.perf_counter() - start, 1e-7))))
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(ROUNDS):
-        for kept, f, n in zip(times, functions, counts, strict=True):
+        for seconds, f, n in zip(times, functions, counts, strict=True):
             start = time.perf_counter()
             for _ in range(n):
                 f()
-            kept.append((time.perf_counter() - start) / n)
+            seconds.append((time.perf_counter() - start) / n)
     return [statistics.median(t) for t in times]
 
 
 def step(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
-    """Forward and backward, gradients for the input and every parameter."""
-    wanted = [x, *layer.parameters()]
-    return lambda: torch.autograd.grad(layer(x), wanted, dy)
+    """A forward and backward pass, with gradients of the input and of every parameter."""
+    inputs = [x, *layer.parameters()]
+    return lambda: torch.autograd.grad(layer(x), inputs, dy)
 
 
 def against_dense(width: int, batch: int, structure: bt.Structure) -> dict[str, object]:
@@ -64,7 +64,7 @@ def against_dense(width: int, batch: int, structure: bt.Structure) -> dict[str, 
     }
 
 
-def over_bare_products(width: int, batch: int, structure: bt.Structure) -> list[dict[str, object]]:
+def over_bare_matmuls(width: int, batch: int, structure: bt.Structure) -> list[dict[str, object]]:
     layer = bt.StructuredLinear(width, width, structure, bias=False)
     first, second = layer.chain.factors
     right, left = (layer.factors[f.name] for f in (first, second))
@@ -78,7 +78,7 @@ def over_bare_products(width: int, batch: int, structure: bt.Structure) -> list[
         return torch.bmm(middle, left.mT)
 
     def permuted() -> Tensor:
-        # What one writes first: axes moved by permute and reshape, gradients left to torch.
+        # The usual code: axes are moved by permute and reshape, and torch computes the gradients.
         b, s = second.blocks, first.d_out // second.blocks
         z = torch.bmm(x.view(batch, first.blocks, first.d_in).transpose(0, 1), right.mT)
         z = z.view(first.blocks, batch, b, s).permute(2, 1, 0, 3).reshape(b, batch, second.d_in)
@@ -111,13 +111,13 @@ def over_bare_products(width: int, batch: int, structure: bt.Structure) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/cpu/layer.json"), help="where to write the record")
+    parser.add_argument("--out", type=Path, default=Path("results/cpu/layer.json"), help="JSON file to write")
     out: Path = parser.parse_args().out
     torch.manual_seed(0)
     rows: list[dict[str, object]] = []
     # Small sizes first: large buffers leave the allocator in a state that slows small ones down.
     for width, batch, rank in ((256, 256, 1), (256, 256, 4), (256, 4096, 1), (1024, 256, 1), (4096, 256, 1)):
-        rows += over_bare_products(width, batch, bt.BTT(rank=rank))
+        rows += over_bare_matmuls(width, batch, bt.BTT(rank=rank))
     for width, structure in (
         (256, bt.BTT()),
         (1024, bt.BTT()),
@@ -139,10 +139,7 @@ def main() -> None:
         "machine": platform.machine(),
         "rows": rows,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(out)
+    write_json(out, record)
     print(f"written to {out}")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gpu import save
+from files import write_csv
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -31,17 +31,17 @@ PLANS: tuple[tuple[bt.Structure | None, str], ...] = (
     (bt.BTT(rank=4), "*.c_[fp]*"),
     (bt.BTT(rank=4), "*"),
 )
-"""Structures, and the layers whose z is recomputed: all but those of q, k and v takes as much memory as dense."""
+"""Structures, and globs of the layers that recompute activations: with all but q, k and v, memory is that of dense."""
 
 
 def loss_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
-    """Next-token cross entropy; compiled, so that the logits are passed over no more often than they must be."""
+    """Next-token cross entropy; it is compiled, to read the logits as few times as possible."""
     logits = F.linear(hidden[:, :-1], head).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def hidden_states(body: nn.Module, tokens: Tensor) -> Tensor:
-    """What transformers' GPT2Model computes where nothing is masked; it would ask the device about masks."""
+    """The result of transformers' GPT2Model without a mask; its own code would read masks from the device."""
     hidden = body.wte(tokens) + body.wpe(torch.arange(tokens.shape[1], device=tokens.device))
     for block in body.h:
         output = block(hidden)
@@ -52,7 +52,7 @@ def hidden_states(body: nn.Module, tokens: Tensor) -> Tensor:
 def training(
     structure: bt.Structure | None, recompute: str, width: int, batch: int
 ) -> tuple[nn.Module, Callable[[], None]]:
-    """A model and the function that makes one step with it."""
+    """Build a model, and the function that trains it for one step."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_embd=width, n_layer=12, n_head=width // 64, n_positions=1024, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
@@ -109,34 +109,34 @@ def measure(structure: bt.Structure | None, recompute: str, width: int, batch: i
 
 
 def seconds(step: Callable[[], None]) -> float:
-    """The median of ten."""
-    took = []
+    """Median time of ten steps."""
+    times = []
     for _ in range(10):
         torch.cuda.synchronize()
-        begin = time.perf_counter()
+        start = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        took.append(time.perf_counter() - begin)
-    return statistics.median(took)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/h200/gpt2.csv"))
-    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--out", type=Path, default=Path("results/h200/gpt2.csv"), help="CSV file to write")
+    parser.add_argument("--width", type=int, default=2048, help="width of the model")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 1024 tokens")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
     torch.set_float32_matmul_precision("high")
     torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     rows: list[dict[str, object]] = []
     for structure, recompute in PLANS:
-        rows.append(row := measure(structure, recompute, given.width, given.batch))
+        rows.append(row := measure(structure, recompute, options.width, options.batch))
         for name in ("step_ms", "graph_step_ms"):
             row[f"dense_over_{name}"] = round(float(str(rows[0][name])) / float(str(row[name])), 3)
         print(row, flush=True)
-        save(given.out, rows)
+        write_csv(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from gpu import save
+from files import write_csv
 from torch import nn
 
 from buttress.lab.data import load
@@ -26,7 +26,7 @@ STEPS, TRIALS = 600, 7
 
 
 def by_hand(width: int, batch: int) -> float:
-    """Seconds per step."""
+    """Seconds per step of a minimal loop."""
     torch.manual_seed(0)
     task = load("digits")
     model: nn.Module = MLP(64, width, 10, shuffle=True)
@@ -34,7 +34,7 @@ def by_hand(width: int, batch: int) -> float:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     generator = torch.Generator().manual_seed(1)
     examples = task.epoch or 0
-    begin = time.perf_counter()
+    start = time.perf_counter()
     done = 0
     while done < STEPS:
         for index in torch.randperm(examples, generator=generator)[: examples // batch * batch].split(batch):
@@ -47,29 +47,30 @@ def by_hand(width: int, batch: int) -> float:
             optimizer.zero_grad()
             schedule.step()
             done += 1
-    return (time.perf_counter() - begin) / STEPS
+    return (time.perf_counter() - start) / STEPS
 
 
 def by_lab(width: int, batch: int) -> float:
+    """Seconds per step of the lab's loop."""
     run = Run(task="digits", width=width, batch=batch, steps=STEPS, lr=3e-3)
     return train(run, device="cpu").results["seconds"] / STEPS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/digits_loop.csv"))
-    given = parser.parse_args()
-    lines = []
+    parser.add_argument("--out", type=Path, default=Path("results/digits_loop.csv"), help="CSV file to write")
+    options = parser.parse_args()
+    rows = []
     for width, batch in ((16, 64), (64, 128), (128, 256)):
-        took: dict[str, list[float]] = {"hand": [], "lab": []}
+        seconds: dict[str, list[float]] = {"hand": [], "lab": []}
         for _ in range(TRIALS):
-            took["hand"].append(by_hand(width, batch))
-            took["lab"].append(by_lab(width, batch))
-        hand, lab = (1e3 * median(took[name]) for name in ("hand", "lab"))
-        lines.append({"width": width, "batch": batch, "hand_ms": round(hand, 4), "lab_ms": round(lab, 4),
+            seconds["hand"].append(by_hand(width, batch))
+            seconds["lab"].append(by_lab(width, batch))
+        hand, lab = (1e3 * median(seconds[name]) for name in ("hand", "lab"))
+        rows.append({"width": width, "batch": batch, "hand_ms": round(hand, 4), "lab_ms": round(lab, 4),
                       "ratio": round(lab / hand, 3)})  # fmt: skip
-        print(lines[-1], flush=True)
-    save(given.out, lines)
+        print(rows[-1], flush=True)
+    write_csv(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Why low rank's feature updates grow with width: the recipe `feature-updates` with two ways to start its first factor.
+"""Feature updates of low rank with two initializations of its first factor, which explain their growth with width.
 
-The paper initializes V with 1 / sqrt(d_in), an exception from its own rule, and so does `LowRank`; the authors' code,
-and so probably their figure, uses the rule's sqrt(r) / d_in. Needs CIFAR-10 in --data; some minutes on two cores.
+It trains the low-rank runs from the recipe `feature-updates`. The paper initializes V with 1 / sqrt(d_in), an exception
+from its own rule, and so does `LowRank`. The authors' code, and so probably their figure, uses the rule's
+sqrt(r) / d_in. Needs CIFAR-10 in --data; a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from gpu import save
+from files import write_csv
 
 import buttress as bt
 from buttress.lab.data import load
@@ -30,19 +31,19 @@ class RuledLowRank(bt.LowRank):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10. Default: $BUTTRESS_DATA")
-    parser.add_argument("--out", type=Path, default=Path("results/low_rank_start.csv"))
-    parser.add_argument("--widths", default="16,64,256,1024")
-    given = parser.parse_args()
-    task = load("cifar10", folder=given.data)
+    parser.add_argument("--out", type=Path, default=Path("results/low_rank_start.csv"), help="CSV file to write")
+    parser.add_argument("--widths", default="16,64,256,1024", help="widths, separated by commas")
+    options = parser.parse_args()
+    task = load("cifar10", folder=options.data)
     start = next(run for run in find("feature-updates").runs() if run.structure == "low_rank" and run.aware)
-    lines = []
-    for width in map(int, given.widths.split(",")):
+    rows = []
+    for width in map(int, options.widths.split(",")):
         for structure in (bt.LowRank(), RuledLowRank()):
             run = replace(start, width=width, structure=str(structure), precision="float32")
             update = train(run, device="cpu", data=task).results["feature_update"]
-            lines.append({"structure": str(structure), "width": width, "feature_update": round(update, 5)})
-            print(lines[-1], flush=True)
-    save(given.out, lines)
+            rows.append({"structure": str(structure), "width": width, "feature_update": round(update, 5)})
+            print(rows[-1], flush=True)
+    write_csv(options.out, rows)
 
 
 if __name__ == "__main__":

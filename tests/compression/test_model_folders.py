@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
     ("name", "content", "says"),
     [
         ("modules.json", "[]", "not a module list of sentence-transformers"),
-        ("modules.json", '[{"path": "../../etc", "type": "x.Transformer"}]', "outside of its folder"),
-        ("modules.json", '[{"path": "/etc", "type": "x.Transformer"}]', "outside of its folder"),
+        ("modules.json", '[{"path": "../../etc", "type": "x.Transformer"}]', "outside its folder"),
+        ("modules.json", '[{"path": "/etc", "type": "x.Transformer"}]', "outside its folder"),
         ("config.json", "{", "cannot be loaded"),
         ("model.safetensors", "", "cannot be loaded"),
     ],

@@ -1,4 +1,4 @@
-"""The command line: a command names a recipe or a structure and sets fields of a run."""
+"""The command line, `buttress`."""
 
 from __future__ import annotations
 

@@ -19,18 +19,20 @@ from buttress.lab.training.devices import resolve_device
 
 
 def compress(
-    model: Annotated[Path, typer.Argument(help="Folder of a transformers, sentence-transformers or timm model.")],
-    out: Annotated[Path, typer.Option(help="Folder to write. It must not exist.")],
+    model: Annotated[Path, typer.Argument(help="Model folder, from transformers, sentence-transformers or timm.")],
+    out: Annotated[Path, typer.Option(help="Folder to write. It must not exist, or be empty.")],
     keep: Annotated[float, typer.Option(help="Fraction of the linear layers' cost to keep.")] = 0.5,
     structure: Annotated[
         list[str] | None,
-        typer.Option(help="Candidate structure, or a name for its whole family. Repeatable. Default: all families."),
+        typer.Option(help="Candidate structure, or the name of a family. Repeatable. Default: all families."),
     ] = None,
     cost: Annotated[str, typer.Option(help="Cost that --keep refers to: macs, params or time.")] = "macs",
     tokens: Annotated[int, typer.Option(help="With --cost time: tokens per forward pass.")] = 16384,
     card: Annotated[
         str | None,
-        typer.Option(help='With --cost time: a measured GPU, such as "NVIDIA H200". Default: the --device.'),
+        typer.Option(
+            help='With --cost time: GPU whose measured times count, such as "NVIDIA H200". Default: --device.'
+        ),
     ] = None,
     plan: Annotated[
         Path | None,
@@ -38,10 +40,10 @@ def compress(
     ] = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="Text file, or image folder, to calibrate and measure on. Default: none."),
+        typer.Option(help="Text file, or image folder for timm, to calibrate and measure on. Default: none."),
     ] = None,
     heal: Annotated[int, typer.Option(min=0, help="Steps of healing: distillation from the original model.")] = 0,
-    lr: Annotated[float, typer.Option(help="Learning rate of the healing.")] = 3e-4,
+    lr: Annotated[float, typer.Option(help="Learning rate of healing.")] = 3e-4,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -52,17 +54,17 @@ def compress(
     """
     if cost not in ("macs", "params", "time"):
         raise ConfigError(f"--cost is macs, params or time, got {cost!r}")
-    price: Any = bt.timed(tokens, device=card or device) if cost == "time" else cost
-    given_plan = None if plan is None else bt.Plan.from_json(plan.read_text(encoding="utf-8"))
+    measure: Any = bt.timed(tokens, device=card or device) if cost == "time" else cost
+    fixed_plan = None if plan is None else bt.Plan.from_json(plan.read_text(encoding="utf-8"))
     with bars() as display:
         bar = display.add_task("loading", total=1, note="")
 
-        def show(stage: str, done: int, of: int) -> None:
-            display.update(bar, description=stage, completed=done, total=of)
+        def show(stage: str, done: int, total: int) -> None:
+            display.update(bar, description=stage, completed=done, total=total)
 
         outcome = run_compress(
-            model, out, keep, candidates=structure, cost=price, plan=given_plan, text=calibrate, heal=heal, lr=lr,
-            device=resolve_device(device), tell=show,
+            model, out, keep, candidates=structure, cost=measure, plan=fixed_plan, text=calibrate, heal=heal, lr=lr,
+            device=resolve_device(device), progress=show,
         )  # fmt: skip
     if as_json:
         return print_json(json.loads((out / "buttress-report.json").read_text(encoding="utf-8")))
@@ -71,14 +73,14 @@ def compress(
 
 
 def print_outcome(outcome: Outcome, lr: float) -> None:
-    """Print what became of each layer, and the model's quality before and after."""
+    """Print the report on the layers, and the model's quality before and after."""
     print(outcome.report)
     for name, (before, after) in outcome.quality.items():
         print(f"{name}: {before:.4g} before, {after:.4g} after")
     if outcome.healed and outcome.undone:
         print(
-            "healing led away from the original's answers, {:.4g} before and {:.4g} after, and was undone: "
-            "try a smaller --lr than {:g}, or more steps".format(*outcome.healed, lr)
+            "healing moved the outputs away from the original's, from a distance of {:.4g} to {:.4g}, and was undone: "
+            "try an --lr below {:g}, or more steps".format(*outcome.healed, lr)
         )
     if not outcome.quality:
         print("quality was not measured: give text with --calibrate")

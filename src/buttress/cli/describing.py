@@ -1,4 +1,4 @@
-"""Commands about structures: list them, look into one, measure them, check their learning rates."""
+"""Commands about structures: structures, inspect, bench and check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from buttress.lab.runs.config import ConfigError, Run, with_fields
 
 
 def structures(
-    width: Annotated[int, typer.Option(help="Inputs and outputs of the layer.")] = 1024, as_json: Json = False
+    width: Annotated[int, typer.Option(help="Number of inputs and outputs of the layer.")] = 1024,
+    as_json: Json = False,
 ) -> None:
     """List every structure with its cost at one width and its learning-rate multipliers.
 
@@ -50,8 +51,8 @@ def structures(
 
 def inspect(
     structure: Annotated[str, typer.Argument(help="Structure, such as btt or btt(rank=4).")],
-    d_in: Annotated[int, typer.Option(help="Inputs of the layer.")] = 1024,
-    d_out: Annotated[int, typer.Option(help="Outputs of the layer.")] = 1024,
+    d_in: Annotated[int, typer.Option(help="Number of inputs of the layer.")] = 1024,
+    d_out: Annotated[int, typer.Option(help="Number of outputs of the layer.")] = 1024,
     as_json: Json = False,
 ) -> None:
     """Show a structure at one size: its equation, its factors, their initial scales and learning rates.
@@ -95,8 +96,8 @@ def _cell(value: str | float) -> str:
 
 
 def bench(
-    d_in: Annotated[int, typer.Argument(help="Inputs of the layer.")],
-    d_out: Annotated[int, typer.Argument(help="Outputs of the layer.")],
+    d_in: Annotated[int, typer.Argument(help="Number of inputs of the layer.")],
+    d_out: Annotated[int, typer.Argument(help="Number of outputs of the layer.")],
     tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 16384,
     device: Annotated[
         str | None,
@@ -108,7 +109,7 @@ def bench(
     forward: Annotated[bool, typer.Option("--forward", help="Time the forward pass alone.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Time each structure for one layer and say whether to stay dense.
+    """Time each structure for one layer and say which to use, if any.
 
     Example: `buttress bench 4096 4096 --device "NVIDIA H200"`
     """
@@ -122,13 +123,13 @@ def bench(
 
 def check(
     structure: Annotated[str, typer.Argument(help="Structure, such as btt. Default: the dense model.")] = "",
-    widths: Annotated[str, typer.Option(help="Widths to compare.")] = "32,64,128,256",
+    widths: Annotated[str, typer.Option(help="Widths to compare, separated by commas.")] = "32,64,128,256",
     naive: Annotated[bool, typer.Option("--naive", help="Give every factor the dense layer's learning rate.")] = False,
     steps: Annotated[int, typer.Option(help="Training steps at each width.")] = 10,
-    figure: Annotated[Path | None, typer.Option(help="Image file to draw the check into. Default: none.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Image file for a figure of the check. Default: none.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the coordinate check: do updates keep their size as the model gets wider? Slopes are near 0 if so.
+    """Run the coordinate check: slopes near 0 show that updates keep their size as the model gets wider.
 
     Example: `buttress check btt`, `buttress check btt --naive`
     """

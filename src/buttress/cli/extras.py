@@ -1,4 +1,4 @@
-"""Which of buttress's extras brings which optional library."""
+"""Optional libraries, and the extras of buttress that install them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ EXTRAS = {
 
 
 def install_hint(error: ImportError) -> str | None:
-    """What to install where an optional library is missing, as the end of a sentence.
+    """Say what to install if an optional library is missing, as the end of a sentence.
 
     Args:
         error: The error that the import raised.
 
     Returns:
-        For instance "needs rich, which is not installed: pip install 'buttress[lab]'", or None where the missing
+        For instance "needs rich, which is not installed: pip install 'buttress[lab]'", or None if the missing
         module belongs to none of the extras.
     """
     library = (error.name or "").partition(".")[0]

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options of several commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Data = Annotated[Path | None, typer.Option(help="Data folder. Default: $BUTTRESS_DATA.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: a GPU if there is one, else cpu.")]
+Device = Annotated[str | None, typer.Option(help="Device, such as cpu or cuda:1. Default: a GPU if there is one.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that stores the runs.")]
 Compiled = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
 Settings = Annotated[list[str] | None, typer.Argument(help="Run fields to set, such as width=128.")]

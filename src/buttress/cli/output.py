@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, messages on stderr."""
+"""Output of commands: results on stdout, messages on stderr."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
 console = Console(stderr=True)
-"""For messages and progress bars."""
+"""Console for messages and progress bars."""
 
 
 def say(message: str) -> None:
-    """Print a message on stderr, as it is and without line breaks of its own."""
+    """Print a message on stderr, without markup and without wrapping."""
     console.print(message, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -38,7 +38,7 @@ def print_table(table: Table) -> None:
 
 
 def describe(run: Run) -> str:
-    """A run in a few words, for progress bars and messages."""
+    """A short description of a run, for progress bars and messages."""
     return f"{run.task} {run.model} {run.structure or 'dense'} {run.width}"
 
 

@@ -13,10 +13,13 @@ from buttress.lab.training.loop import Progress
 
 
 def bars(amount: ProgressColumn | None = None) -> Bars:
-    """Bars that vanish when they are done.
+    """Create progress bars that vanish when they are done.
 
     Args:
         amount: The column that shows how much is done. Default: "3/20".
+
+    Returns:
+        The display, to use as a context.
     """
     description, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
     columns = (description, BarColumn(), amount or MofNCompleteColumn(), note, TimeElapsedColumn())
@@ -24,36 +27,36 @@ def bars(amount: ProgressColumn | None = None) -> Bars:
 
 
 def add_run(display: Bars, run: Run) -> TaskID:
-    """A bar for one run."""
+    """Add a bar for one run."""
     return display.add_task(escape(describe(run)), total=run.steps, note="")
 
 
 def show_run(display: Bars, bar: TaskID, p: Progress) -> None:
-    """Bring a run's bar up to date."""
+    """Update a run's bar."""
     note = f"loss {p.loss:.3f}  error {p.error:.1f} %  {p.examples_per_second:,.0f}/s  {p.seconds_left:.0f} s left"
     display.update(bar, completed=p.step, note=note)
 
 
 class SweepBars:
-    """One bar for a sweep and one for each run in training; a listener of `sweep`."""
+    """One bar for a sweep and one for each run in training; listens to the events of `sweep`."""
 
     def __init__(self, display: Bars, title: str, runs: int) -> None:
         self.display = display
         self.total = display.add_task(f"[bold]{escape(title)}", total=runs, note="")
         self.running: dict[str, TaskID] = {}
 
-    def __call__(self, news: SweepEvent) -> None:
-        key, name = news.run.key, escape(describe(news.run))
-        if news.record is not None:
+    def __call__(self, event: SweepEvent) -> None:
+        key, name = event.run.key, escape(describe(event.run))
+        if event.record is not None:
             if key in self.running:
                 self.display.remove_task(self.running.pop(key))
-            if news.record.status != "done":
-                failure = f"[red]{news.record.status}[/]: {name}: {escape(news.record.error)}"
+            if event.record.status != "done":
+                failure = f"[red]{event.record.status}[/]: {name}: {escape(event.record.error)}"
                 self.display.console.print(failure, highlight=False)
             self.display.advance(self.total)
-        elif news.elsewhere:
+        elif event.elsewhere:
             self.display.console.print(f"waiting for another process that trains {name}", highlight=False)
-        elif news.progress is None:
-            self.running[key] = add_run(self.display, news.run)
+        elif event.progress is None:
+            self.running[key] = add_run(self.display, event.run)
         else:
-            show_run(self.display, self.running[key], news.progress)
+            show_run(self.display, self.running[key], event.progress)

@@ -1,4 +1,4 @@
-"""Commands about many runs: recipes, sweeps, their records and the report."""
+"""Commands about many runs: recipes, sweep, demo, records and report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def sweep(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Runs to train at a time; several small ones can share a GPU. Default: 1.")
     ] = None,
-    on: Annotated[str, typer.Option(help="Where to train: local processes, or ray on several machines.")] = "local",
+    on: Annotated[
+        str, typer.Option(help="Engine: local (processes on this machine) or ray (many machines).")
+    ] = "local",
     address: Annotated[
         str | None, typer.Option(help="Ray cluster address. Default: $RAY_ADDRESS, or else a local Ray instance.")
     ] = None,
@@ -57,27 +59,32 @@ def sweep(
     Example: `buttress sweep digits --workers 2`, `buttress sweep mlp-scaling seed=1 --data ~/cifar`,
     `buttress sweep mlp-scaling --on ray --address head:6379 --gpus-per-run 0.25`
     """
-    todo = [with_fields(run, settings or []) for run in find(recipe).runs()]
+    recipe_runs = [with_fields(run, settings or []) for run in find(recipe).runs()]
     engine = engine_of(on, workers, address, cpus_per_run, gpus_per_run)
     with bars() as display:
-        listen = SweepBars(display, recipe, len(todo))
-        records = run_sweep(todo, Store(runs), on=engine, device=device, data=data, compiled=compiled, listen=listen)
+        listen = SweepBars(display, recipe, len(recipe_runs))
+        records = run_sweep(
+            recipe_runs, Store(runs), on=engine, device=device, data=data, compiled=compiled, listen=listen
+        )
     print_records(records, as_json)
-    failed = len(set(todo)) - sum(record.status == "done" for record in records)
+    failed = len(set(recipe_runs)) - sum(record.status == "done" for record in records)
     if failed:
-        console.print(f"{failed} of {len(todo)} runs failed: run the same command to try them again")
+        console.print(f"{failed} of {len(recipe_runs)} runs failed: run the same command to try them again")
         raise typer.Exit(1)
 
 
 def engine_of(on: str, workers: int | None, address: str | None, cpus: float | None, gpus: float | None) -> Engine:
-    """What trains the runs of a sweep.
+    """Build the engine that trains a sweep's runs.
 
     Args:
         on: "local" or "ray".
-        workers: Value of --workers, None where it is not set; the others likewise.
-        address: Value of --address.
-        cpus: Value of --cpus-per-run.
-        gpus: Value of --gpus-per-run.
+        workers: Value of --workers, None if it is not set.
+        address: Value of --address, None if it is not set.
+        cpus: Value of --cpus-per-run, None if it is not set.
+        gpus: Value of --gpus-per-run, None if it is not set.
+
+    Returns:
+        The engine.
 
     Raises:
         ConfigError: For an unknown engine, or an option that belongs to the other one.
@@ -88,7 +95,7 @@ def engine_of(on: str, workers: int | None, address: str | None, cpus: float | N
         raise ConfigError(f"a sweep cannot run on {on!r}{did_you_mean(on, options)}")
     for name, value in values.items():
         if value is not None and name not in options[on]:
-            raise ConfigError(f"{name} does not go with --on {on}, which takes {', '.join(options[on])}")
+            raise ConfigError(f"{name} cannot be used with --on {on}, which takes {', '.join(options[on])}")
     if on == "local":
         return Local(workers or 1)
     from buttress.lab.sweeps.ray_engine import Ray
@@ -117,7 +124,7 @@ def records(
         str | None, typer.Option(help="Recipe whose runs to gather. Default: all runs in the folder.")
     ] = None,
 ) -> None:
-    """Gather the run records of a folder into one JSON Lines file, and keep the records it already has.
+    """Gather a folder's run records into one JSON Lines file, and keep the records it already has.
 
     A run folder that contains such a file counts its runs as done: `report` shows them and `sweep` skips them.
     Example: `buttress records runs results/scaling.jsonl --recipe mlp-scaling`
@@ -125,7 +132,7 @@ def records(
     keys = {run.key for run in find(recipe).runs()} if recipe else None
     gathered = [r for r in Store(runs) if keys is None or r.run.key in keys]
     if not gathered:
-        raise ConfigError(f"{runs} holds no record" + (f" of a run of {recipe}" if recipe else ""))
+        raise ConfigError(f"{runs} holds no record" + (f" of the recipe {recipe}" if recipe else ""))
     merged = {r.run.key: r for r in (read_records(out) if out.is_file() else ())} | {r.run.key: r for r in gathered}
     write_records(out, merged.values())
     share = f" of {len(keys)} runs" if keys else ""
@@ -133,15 +140,13 @@ def records(
 
 
 def report(
-    runs: Annotated[Path, typer.Argument(help="Folder of runs or of record files.")] = Path("runs"),
+    runs: Annotated[Path, typer.Argument(help="Run folder, or a folder with records files.")] = Path("runs"),
     out: Annotated[
         Path | None, typer.Option(help="HTML page to write. Default: report.html in the run folder.")
     ] = None,
-    title: Annotated[str, typer.Option(help="Title of the page.")] = (
-        "Structured layers: what was run and what came of it"
-    ),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = ("Structured layers: runs and results"),
 ) -> None:
-    """Write one self-contained HTML page about a folder of runs.
+    """Write a self-contained HTML page about the runs in a folder.
 
     Example: `buttress report runs`
     """

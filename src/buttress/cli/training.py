@@ -1,4 +1,4 @@
-"""Commands about one run: prepare its text, train it, sample from it."""
+"""Commands about one run: train, sample and tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def train(
     device: Device = None,
     compiled: Compiled = False,
     parallel: Annotated[
-        str, typer.Option(help="Under torchrun: ddp, or fsdp to shard each weight across processes.")
+        str,
+        typer.Option(help="Under torchrun: ddp (replicated model) or fsdp (sharded weights)."),
     ] = "ddp",
     checkpoint_seconds: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0,
     tensorboard: Annotated[
@@ -46,13 +47,13 @@ def train(
     """
     run = with_fields(Run(), settings or [])
     store = Store(runs)
-    first = os.environ.get("RANK", "0") == "0"
+    is_main = os.environ.get("RANK", "0") == "0"
     logs: list[Log] = [JsonLines(store.run_folder(run) / "log.jsonl")]
-    if tensorboard and first:
+    if tensorboard and is_main:
         logs.append(TensorBoard(store.run_folder(run) / "tensorboard"))
-    if wandb and first:
+    if wandb and is_main:
         logs.append(WeightsAndBiases(wandb, run.key, json.loads(run.to_json())))
-    with bars() if first else nullcontext() as display:
+    with bars() if is_main else nullcontext() as display:
         bar = add_run(display, run) if display else None
 
         def watch(progress: Progress) -> None:
@@ -63,18 +64,18 @@ def train(
             run, store=store, device=device, data=data, compiled=compiled, watch=watch, log=CombinedLog(*logs),
             checkpoint_seconds=checkpoint_seconds, parallel=parallel,
         )  # fmt: skip
-    if first:
+    if is_main:
         print_records([record], as_json)
         say(f"saved in {store.run_folder(run)}")
 
 
 def sample(
-    folder: Annotated[Path, typer.Argument(help="Folder of one run on text: runs/<key>.")],
+    folder: Annotated[Path, typer.Argument(help="A text run's folder: runs/<key>.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; if empty, start a new text.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.8,
-    top: Annotated[int, typer.Option(min=1, help="Sample among this many most likely tokens.")] = 50,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    top: Annotated[int, typer.Option(min=1, help="Number of most likely tokens to sample from.")] = 50,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
     data: Data = None,
     device: Device = None,
 ) -> None:
@@ -99,7 +100,9 @@ def tokens(
     val: Annotated[
         str, typer.Option(help="Validation text file, or the fraction of documents used for validation.")
     ] = "0.005",
-    tokenizer: Annotated[str, typer.Option(help="gpt2, a folder with a tokenizer's files, or train:N.")] = "gpt2",
+    tokenizer: Annotated[
+        str, typer.Option(help="gpt2, a folder with a tokenizer's files, or train:N (a new one of N tokens).")
+    ] = "gpt2",
     separator: Annotated[str, typer.Option(help="Line between two documents.")] = "<|endoftext|>",
     dataset: Annotated[
         str | None,
@@ -117,13 +120,14 @@ def tokens(
     """
     if check is not None:
         if texts or dataset or out:
-            raise ConfigError("--check verifies a token folder: give it that folder and nothing to write")
+            raise ConfigError("--check writes nothing: leave out TEXT, --dataset and --out")
         token_folders.read(check, verify=True)
-        folder, outcome = check, "checksums are right in"
+        folder, outcome = check, "checksums are correct in"
     elif out is None:
         raise ConfigError("give the folder to write as --out, or one to verify as --check")
     else:
-        folder, outcome = out, "already done: these inputs are in" if (out / "tokens.json").is_file() else "saved in"
+        folder = out
+        outcome = "already done: these inputs are in" if (out / "tokens.json").is_file() else "saved in"
         with bars(DownloadColumn()) as display:
             bar = display.add_task("reading", total=None, note="")
 
@@ -140,7 +144,7 @@ def tokens(
 
 
 def print_token_folder(folder: Path, as_json: bool) -> None:
-    """Print what a token folder says of itself."""
+    """Print the size of a token folder's splits, and its tokenizer."""
     facts = token_folders.about(folder)
     if as_json:
         return print_json(facts)

@@ -1,9 +1,9 @@
-"""Which structure and rank for each layer, so that the model fits a budget and loses least.
+"""The choice of a structure and rank for each layer, so that the model fits a budget with the least loss.
 
-Each layer has a few options, each with a cost and a loss: the part of its output's energy that is lost. The sum of the
-losses is minimized. On a layer's lower convex hull, the step from one option to the next has a price: loss per cost.
-Taking all steps below one common price gives the best plan for its cost (Everett). Steps are taken in order of their
-price while they fit, so only the last step can leave a little of the budget unused.
+Each layer has a few options, each with a cost and a loss: the fraction of its output's energy that is lost. The sum of
+the losses is minimized. On a layer's lower convex hull, the step from one option to the next has a price: loss per
+cost. Taking all steps below one common price gives the best plan for its cost (Everett, 1963). Steps are taken in order
+of their price while they fit, so only the last step can leave a little of the budget unused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 from buttress import ops
 from buttress.compression.distillation import distance_for
-from buttress.compression.input_moments import call, evaluating
 from buttress.compression.projection_store import ProjectionStore
+from buttress.compression.running import call, evaluating
 from buttress.core.structures import Structure, parse, structures
 from buttress.errors import PlanError, StructureError
 from buttress.inspection.hooks import removing
@@ -36,11 +37,11 @@ CostFunction = Callable[[Structure | None, int, int], float]
 Candidate = Structure | type[Structure] | str
 
 DENSE = "dense"
-"""What `Choice.structure` says of a layer that stays as it is."""
+"""Value of `Choice.structure` for a layer that stays as it is."""
 COMPARING_SWEEPS = 2
-"""Enough to compare options; the chosen one can be refined further."""
+"""Sweeps of alternating least squares while options are compared; the chosen one can be refined further."""
 TYPICAL_LOSS = 0.05
-"""The loss at which a layer's effect on the answer is measured, or the option nearest to it."""
+"""The effect of a layer's loss on the model's output is measured with the option whose loss is nearest to this one."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,15 @@ class Choice:
     """One option for one layer, with its cost and its loss."""
 
     name: str
+    """Name of the layer."""
     structure: str
-    """The structure as text; "dense" where the layer stays as it is."""
+    """The structure as text; "dense" if the layer stays as it is."""
     cost_before: float
+    """Cost of the dense layer."""
     cost_after: float
+    """Cost with this structure."""
     loss: float
-    """Part of the output's energy that is lost, the square of the relative error; `curves` may scale it."""
+    """Fraction of the output's energy that is lost, the square of the relative error; `curves` may scale it."""
     replacement: Structure | None = field(default=None, repr=False, compare=False)
     """The structure itself, None for dense. Default: parsed from the text."""
 
@@ -66,9 +70,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Budget:
-    """What `budget` chose: a plan, its cost, and the loss of each layer. `str` gives a table."""
+    """A plan that fits a budget, with the cost and the loss of each layer. `str` gives a table."""
 
     plan: Plan
+    """The plan for the layers that do not stay dense."""
     rows: tuple[Choice, ...]
     """The choice for every layer, those that stay dense included."""
 
@@ -94,9 +99,9 @@ def curves(
     watch: Callable[[str, int, int], None] | None = None,
     projections: ProjectionStore | None = None,
 ) -> dict[str, list[Choice]]:
-    """Compute what every option costs and loses, for each layer: what `budget` chooses from.
+    """Compute the cost and the loss of every option for each layer, from which `budget` chooses.
 
-    Every option is projected, with two sweeps where the layer's moments are known.
+    Every option is projected, with two sweeps if the layer's moments are given.
 
     Args:
         model: The model. It is not changed.
@@ -108,10 +113,10 @@ def curves(
         layers: Maps globs of layer names to whether they are included; the first match wins. Default: all linear layers
             but the output head.
         levels: Families are thinned to about this number of costs.
-        batches: A few batches on which to measure what each layer's loss does to the model's answer, by the distance
-            that `heal` uses. The layer's losses are scaled by it: some layers tolerate more than others.
+        batches: A few batches on which to measure the effect of each layer's loss on the model's output, by the
+            distance that `heal` uses. The layer's losses are scaled by it: some layers tolerate more than others.
         watch: Called with a layer's name, its number and the number of layers, before each layer.
-        projections: Where to keep projections, so that those of the chosen plan need not be computed again.
+        projections: A store for projections, so that those of the chosen plan need not be computed again.
 
     Returns:
         The options of each layer, by name; the first is to stay dense.
@@ -126,16 +131,16 @@ def curves(
     """
     sites = chosen_layers(model, layers)
     price = cost_function(cost)
-    members = None if candidates is None else list(candidates)
+    families = None if candidates is None else list(candidates)
     options: dict[str, list[Choice]] = {}
     effects: dict[str, float] = {}
     with evaluating(model):
-        effect = _AnswerEffect(model, batches) if batches else None
+        effect = _OutputEffect(model, batches) if batches else None
         for index, (name, site) in enumerate(sites.items()):
             if watch:
                 watch(name, index, len(sites))
             layer = _LayerOptions(site, (moments or {}).get(name), price, projections)
-            layer.add(_expanded(members, site, price, levels))
+            layer.add(_expanded(families, site, price, levels))
             options[name] = layer.choices
             if effect and layer.typical and not isinstance(site.owner, nn.MultiheadAttention):
                 effects[name] = effect.of(site, *layer.typical)
@@ -165,15 +170,30 @@ def budget(options: Mapping[str, Sequence[Choice]], keep: float) -> Budget:
         >>> options = bt.curves(model, moments=inputs)
         >>> bt.replace_(model, bt.budget(options, 0.5).plan, init="project", moments=inputs)
     """
-    if not 0 < keep <= 1:
-        raise PlanError(f"keep is the part of the cost that is left, above 0 and at most 1; got {keep!r}")
+    check_keep(keep)
     chosen = allocate(options, keep)
     entries = tuple(PlanEntry(n, c.replacement) for n, c in chosen.items() if c.replacement is not None)
     return Budget(Plan(entries), tuple(chosen.values()))
 
 
+def check_keep(keep: object) -> None:
+    """Check that a value can be the fraction of the cost to keep.
+
+    Raises:
+        PlanError: If it is not a number above 0 and at most 1.
+    """
+    if not isinstance(keep, Real) or not 0 < float(keep) <= 1:
+        raise PlanError(f"keep is the fraction of the cost to keep, above 0 and at most 1; got {keep!r}")
+
+
 def cost_function(cost: CostMeasure | CostFunction) -> CostFunction:
-    """A cost as a function of a structure (None for nn.Linear), d_in and d_out.
+    """Turn the name of a cost measure into a function.
+
+    Args:
+        cost: "macs", "params", or a function, which is returned as it is.
+
+    Returns:
+        The cost as a function of a structure (None for nn.Linear), d_in and d_out.
 
     Raises:
         PlanError: If it is neither a function nor the name of a measure.
@@ -191,7 +211,7 @@ def cost_function(cost: CostMeasure | CostFunction) -> CostFunction:
 
 
 def as_family(candidate: Candidate) -> type[Structure] | Structure:
-    """A candidate as a structure class, which stands for its family, or as a single structure."""
+    """A candidate as a structure class, which stands for its whole family, or as a single structure."""
     if isinstance(candidate, str):
         return structures().get(candidate) or parse(candidate)
     return candidate
@@ -218,7 +238,7 @@ def _expanded(candidates: Sequence[Candidate] | None, site: Site, price: CostFun
 
 
 def _thinned(costs: Mapping[Structure, float], dense: float, levels: int) -> list[Structure]:
-    """For each of some levels of cost the dearest member that fits it, each once."""
+    """The costliest member below each of `levels` equally spaced fractions of the dense cost, without duplicates."""
     ordered = sorted(costs, key=lambda member: costs[member])
     members: dict[Structure, None] = {}
     for level in range(1, levels + 1):
@@ -228,7 +248,7 @@ def _thinned(costs: Mapping[Structure, float], dense: float, levels: int) -> lis
 
 
 class _LayerOptions:
-    """The options of one layer that cost less than dense, and dense itself."""
+    """The options of one layer: to stay dense, and structures that cost less."""
 
     def __init__(
         self, site: Site, moments: Tensor | None, price: CostFunction, projections: ProjectionStore | None
@@ -247,7 +267,7 @@ class _LayerOptions:
         self._typical_distance = math.inf
 
     def add(self, members: Iterable[Structure]) -> None:
-        """Project these structures, those that cost less than dense."""
+        """Project the structures that cost less than the dense layer, and add them as options."""
         dense = self.choices[0].cost_before
         for member in members:
             after = self.price(member, *self.sizes)
@@ -270,8 +290,8 @@ class _LayerOptions:
             self._typical_distance, self.typical = distance, (refinable, projection)
 
 
-class _AnswerEffect:
-    """How much of a layer's loss shows in the model's answer, from one option put in its place alone."""
+class _OutputEffect:
+    """The effect of a layer's loss on the model's output, measured with one option in place of that layer alone."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
@@ -280,7 +300,7 @@ class _AnswerEffect:
 
     @torch.no_grad()
     def of(self, site: Site, option: Draft, projection: Projection) -> float:
-        """The distance of the answer from the original one, per loss of the layer."""
+        """Distance of the model's output from the original output, divided by the layer's loss."""
         weight, bias = ops.dense(option.chain, list(projection.factors.values())), site.read().bias
 
         def replaced(_: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], __: Any) -> Tensor:
@@ -294,14 +314,25 @@ class _AnswerEffect:
 
 
 def allocate(options: Mapping[str, Sequence[Choice]], keep: float) -> dict[str, Choice]:
-    """The choice for each layer: `budget` without the plan."""
+    """Choose one option for each layer, as `budget` does.
+
+    Args:
+        options: The options of each layer; the first one gives the cost before.
+        keep: Most of the layers' total cost that may be left, as a fraction.
+
+    Returns:
+        The choice for each layer, by name.
+
+    Raises:
+        PlanError: If the cheapest options cost more than that.
+    """
     hulls = {name: _hull(choices) for name, choices in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}
     remaining = keep * sum(choices[0].cost_before for choices in options.values())
     remaining -= sum(c.cost_after for c in chosen.values())
     if remaining < -1e-9:
         least = sum(c.cost_after for c in chosen.values()) / sum(c.cost_before for c in chosen.values())
-        raise PlanError(f"the cheapest options keep {least:.1%} already: ask for more than that, or add candidates")
+        raise PlanError(f"the cheapest options keep {least:.1%} already: set a larger keep, or add candidates")
     steps = [(_slope(a, b), name, b) for name, hull in hulls.items() for a, b in pairwise(hull)]
     stuck: set[str] = set()
     for _, name, option in sorted(steps, key=lambda s: (s[0], s[1])):
@@ -312,7 +343,7 @@ def allocate(options: Mapping[str, Sequence[Choice]], keep: float) -> dict[str, 
             continue
         chosen[name] = option
         remaining -= increase
-    for name, choices in options.items():  # what is left over goes to options between the hull's corners
+    for name, choices in options.items():  # the rest of the budget goes to options above the hull
         fits = [
             c for c in choices if c.cost_after - chosen[name].cost_after <= remaining and c.loss < chosen[name].loss
         ]
@@ -324,7 +355,7 @@ def allocate(options: Mapping[str, Sequence[Choice]], keep: float) -> dict[str, 
 
 
 def _hull(options: Sequence[Choice]) -> list[Choice]:
-    """From cheapest to dearest, those that no mixture of two others beats."""
+    """The lower convex hull of loss against cost, from the cheapest option to the costliest."""
     hull: list[Choice] = []
     for option in sorted(options, key=lambda c: (c.cost_after, c.loss)):
         if hull and option.loss >= hull[-1].loss:
@@ -335,5 +366,5 @@ def _hull(options: Sequence[Choice]) -> list[Choice]:
     return hull
 
 
-def _slope(cheap: Choice, dear: Choice) -> float:
-    return (dear.loss - cheap.loss) / (dear.cost_after - cheap.cost_after)
+def _slope(cheaper: Choice, costlier: Choice) -> float:
+    return (costlier.loss - cheaper.loss) / (costlier.cost_after - cheaper.cost_after)

@@ -13,48 +13,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress.compression.distillation import answer_of
+from buttress.compression.distillation import output_tensor
 from buttress.errors import PlanError
 
 HELD_OUT_FRACTION = 0.1
-"""Part of the data on which quality is measured."""
+"""Fraction of the data that is held out to measure quality."""
 MAX_EVAL_BATCHES = 64
 """Most batches on which quality is measured."""
-MIN_PIECES = 20
-"""Fewest pieces of data that can be used."""
+MIN_EXAMPLES = 20
+"""Smallest number of examples that can be used."""
 IMAGE_SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
 
 
 class CalibrationData(ABC):
-    """Pieces of data in a fixed random order: a part to learn from, and a part held out to measure on.
+    """Examples in a fixed random order: some to learn from, and some held out to measure quality.
 
     Args:
-        pieces: What `collate` turns into batches.
-        path: The file or folder that they come from.
-        batch: Pieces per batch.
+        examples: Texts or images, which `collate` turns into batches.
+        path: The file or folder that contains them.
+        batch: Examples per batch.
 
     Raises:
-        PlanError: If there are too few pieces.
+        PlanError: If there are too few examples.
     """
 
-    def __init__(self, pieces: Sequence[Any], path: Path, batch: int) -> None:
-        if len(pieces) < MIN_PIECES:
-            raise PlanError(f"{path} is too short: it gives {len(pieces)} pieces, and {MIN_PIECES} or more are needed")
+    def __init__(self, examples: Sequence[Any], path: Path, batch: int) -> None:
+        if len(examples) < MIN_EXAMPLES:
+            raise PlanError(
+                f"{path} is too short: it gives {len(examples)} examples, and {MIN_EXAMPLES} or more are needed"
+            )
         self.batch = batch
-        self.label = f"{path.resolve()} {len(pieces)} {batch}"
-        """Tells these batches from others, in healing checkpoints."""
-        shuffled = list(pieces)
+        self.label = f"{path.resolve()} {len(examples)} {batch}"
+        """Identifies these batches in healing checkpoints."""
+        shuffled = list(examples)
         random.Random(0).shuffle(shuffled)
         count = max(2, int(HELD_OUT_FRACTION * len(shuffled)))
         self.test, self.train = shuffled[:count], shuffled[count:]
 
     @abstractmethod
-    def collate(self, pieces: Sequence[Any]) -> Any:
-        """A batch of these pieces for the model."""
+    def collate(self, examples: Sequence[Any]) -> Any:
+        """A batch of these examples for the model."""
 
     @abstractmethod
     def quality(self, original: nn.Module, compressed: nn.Module) -> dict[str, tuple[float, float]]:
-        """Quality of both models on the held-out part, by name of the metric."""
+        """Quality of both models on the held-out examples, by name of the metric."""
 
     def calibration_batches(self, count: int) -> Iterator[Any]:
         """The first batches to learn from, at most that many."""
@@ -62,33 +64,33 @@ class CalibrationData(ABC):
             yield self.collate(self.train[start : start + self.batch])
 
     def healing_batch(self, step: int) -> Any:
-        """The batch of a step of healing."""
+        """The batch of a healing step."""
         return self.collate(random.Random(step).sample(self.train, min(self.batch, len(self.train))))
 
     def held_out(self, count: int = MAX_EVAL_BATCHES) -> list[Any]:
-        """Batches of the held-out part, at most that many."""
-        pieces = self.test[: count * self.batch]
-        return [self.collate(pieces[i : i + self.batch]) for i in range(0, len(pieces), self.batch)]
+        """Batches of held-out examples, at most that many."""
+        examples = self.test[: count * self.batch]
+        return [self.collate(examples[i : i + self.batch]) for i in range(0, len(examples), self.batch)]
 
 
 class ImageData(CalibrationData):
-    """All images in a folder and below it, preprocessed as the timm model's configuration says."""
+    """All images in a folder and its subfolders, preprocessed as the timm model's configuration says."""
 
     def __init__(self, path: Path, model: nn.Module, batch: int, device: torch.device | str) -> None:
         from timm.data.config import resolve_model_data_config
         from timm.data.transforms_factory import create_transform
 
         if not path.is_dir():
-            raise PlanError(f"a timm model is calibrated with an image folder, which {path} is not")
+            raise PlanError(f"{path} is not a folder: a timm model is calibrated with an image folder")
         super().__init__(sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES), path, batch)
         self.transform: Any = create_transform(**resolve_model_data_config(model), is_training=False)  # type: ignore[no-untyped-call]
         self.device = device
 
-    def collate(self, pieces: Sequence[Path]) -> Tensor:
+    def collate(self, examples: Sequence[Path]) -> Tensor:
         from PIL import Image
 
         tensors = []
-        for path in pieces:
+        for path in examples:
             with Image.open(path) as image:
                 tensors.append(self.transform(image.convert("RGB")))
         return torch.stack(tensors).to(self.device)
@@ -107,30 +109,30 @@ class TextData(CalibrationData):
         self, path: Path, tokenizer: Any, model: Any, batch: int, length: int, device: torch.device | str
     ) -> None:
         if tokenizer is None:
-            raise PlanError("the model's folder has no tokenizer, so text cannot be used: leave it out")
+            raise PlanError("the model's folder has no tokenizer, so text cannot be used: add one, or leave text out")
         self.causal = type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
         self.tokenizer, self.device = tokenizer, device
         self.length = min(length, getattr(model.config, "max_position_embeddings", length) or length)
         content = path.read_text(encoding="utf-8")
-        pieces: list[Any]
+        examples: list[Any]
         if self.causal:
             tokens = tokenizer(content, return_tensors="pt", verbose=False)["input_ids"][0]
-            pieces = list(tokens[: len(tokens) // self.length * self.length].view(-1, self.length))
+            examples = list(tokens[: len(tokens) // self.length * self.length].view(-1, self.length))
         else:
-            pieces = [line for line in map(str.strip, content.splitlines()) if line]
-        super().__init__(pieces, path, batch)
+            examples = [line for line in map(str.strip, content.splitlines()) if line]
+        super().__init__(examples, path, batch)
 
-    def collate(self, pieces: Sequence[Any]) -> dict[str, Tensor]:
+    def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         if self.causal:
-            return {"input_ids": torch.stack(list(pieces)).to(self.device)}
+            return {"input_ids": torch.stack(list(examples)).to(self.device)}
         batch = self.tokenizer(
-            list(pieces), padding=True, truncation=True, max_length=self.length, return_tensors="pt"
+            list(examples), padding=True, truncation=True, max_length=self.length, return_tensors="pt"
         )  # fmt: skip
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     @torch.no_grad()
     def quality(self, original: nn.Module, compressed: nn.Module) -> dict[str, tuple[float, float]]:
-        """Perplexity of a language model; for any other, how well it agrees with the original."""
+        """Perplexity of a language model; for any other model, its agreement with the original."""
         data = self.held_out()
         if self.causal:
             return {"perplexity": (_perplexity(original, data), _perplexity(compressed, data))}
@@ -141,7 +143,7 @@ class TextData(CalibrationData):
 
 def _agreement(before: Any, after: Any, mask: Tensor) -> tuple[str, Tensor]:
     """A name for the metric, and its values: one per text, per token or per batch."""
-    x, y = answer_of(before), answer_of(after)
+    x, y = output_tensor(before), output_tensor(after)
     if not hasattr(before, "logits"):
         return "cosine of embeddings", F.cosine_similarity(_pooled(x, mask), _pooled(y, mask))
     if x.shape[-1] == 1:

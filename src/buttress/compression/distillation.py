@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress.compression.input_moments import call, evaluating, mask_of
+from buttress.compression.running import call, evaluating, mask_of
 from buttress.errors import ButtressError
 from buttress.files import replacing
 from buttress.optim.groups import param_groups
 
 Loss = Callable[[Any, Any, Any], Tensor]
-"""Of a model's answer, the teacher's answer and the batch."""
+"""A function of the model's output, the teacher's output and the batch, to a scalar."""
 
 
 @dataclass(frozen=True)
@@ -31,54 +31,53 @@ class Healing:
     steps: int
     """Steps in all."""
     loss: float
-    """Of the last step."""
+    """Loss of the last step."""
 
 
-def distance(answer: Any, reference: Any, batch: Any) -> Tensor:
-    """How far a model's answer is from the teacher's; padding does not count.
+def distance(output: Any, reference: Any, batch: Any) -> Tensor:
+    """Distance of a model's output from the teacher's, without padding.
 
-    For logits it is the divergence KL(teacher, model) of the distributions. For anything else it is the mean square of
-    the difference divided by that of the teacher's answer.
+    For logits it is the divergence KL(teacher, model) of the distributions, otherwise `relative_square_error`.
 
     Args:
-        answer: What the model returns: a tensor, a tuple with one first, or an object with `logits` or
+        output: Output of the model: a tensor, a tuple that starts with one, or an object with `logits` or
             `last_hidden_state`.
-        reference: What the teacher returns.
-        batch: The batch, whose "attention_mask" says what counts.
+        reference: Output of the teacher.
+        batch: The batch; tokens outside its "attention_mask" are padding.
 
     Returns:
         A scalar.
     """
-    own, reference_tensor = _unmasked(answer, reference, batch)
-    if not hasattr(answer, "logits") or own.shape[-1] == 1:  # a single number is a score, not a distribution
-        return square(answer, reference, batch)
+    own, reference_tensor = _unmasked(output, reference, batch)
+    if not hasattr(output, "logits") or own.shape[-1] == 1:  # a single number is a score, not a distribution
+        return relative_square_error(output, reference, batch)
     own, reference_tensor = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (own, reference_tensor))
     return F.kl_div(own, reference_tensor, log_target=True, reduction="batchmean")
 
 
-def square(answer: Any, reference: Any, batch: Any) -> Tensor:
-    """The mean square of the difference of two answers divided by that of the second."""
-    own, reference_tensor = _unmasked(answer, reference, batch)
+def relative_square_error(output: Any, reference: Any, batch: Any) -> Tensor:
+    """The mean square of the difference of two outputs, divided by that of the second; arguments as for `distance`."""
+    own, reference_tensor = _unmasked(output, reference, batch)
     return (own - reference_tensor).float().square().mean() / reference_tensor.float().square().mean()
 
 
 def distance_for(model: nn.Module) -> Loss:
-    """`distance`, or `square` where a model's config says that its logits are not a distribution over classes."""
+    """`distance`, or `relative_square_error` if the model's config says that its logits are not those of classes."""
     problem = getattr(getattr(model, "config", None), "problem_type", None)
-    return square if problem in ("regression", "multi_label_classification") else distance
+    return relative_square_error if problem in ("regression", "multi_label_classification") else distance
 
 
-def _unmasked(answer: Any, reference: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Both answers at the tokens that the batch's mask keeps."""
-    own, other = answer_of(answer), answer_of(reference)
+def _unmasked(output: Any, reference: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Both outputs as tensors, at the tokens that the batch's mask keeps."""
+    own, other = output_tensor(output), output_tensor(reference)
     mask = mask_of(batch)
     if mask is not None and own.dim() > mask.dim() and mask.shape == own.shape[: mask.dim()]:
         return own[mask.bool()], other[mask.bool()]
     return own, other
 
 
-def answer_of(output: Any) -> Tensor:
-    """The tensor that counts in what a model returns: logits, the last hidden state, or the first of a tuple."""
+def output_tensor(output: Any) -> Tensor:
+    """The main tensor of a model's output: its logits, its last hidden state, or the first item of a tuple."""
     for name in ("logits", "last_hidden_state"):
         if isinstance(tensor := getattr(output, name, None), Tensor):
             return tensor
@@ -92,7 +91,7 @@ def answer_of(output: Any) -> Tensor:
 
 @torch.no_grad()
 def mean_distance(model: nn.Module, teacher: nn.Module, batches: Iterable[Any]) -> float:
-    """How far a model's answers are from another's, by `distance`: the mean over batches."""
+    """Mean over batches of the distance of a model's output from the teacher's."""
     loss = distance_for(model)
     with evaluating(teacher), evaluating(model):
         losses = [float(loss(call(model, batch), call(teacher, batch), batch)) for batch in batches]
@@ -114,11 +113,11 @@ def heal(
     label: str = "",
     watch: Callable[[Healing], None] | None = None,
 ) -> list[float]:
-    """Train a compressed model to answer as the original model does, in place.
+    """Distill a compressed model from the original model, in place.
 
     Learning rates are structure-aware (`param_groups`), with a short warm-up and a cosine decay. Both models run in
-    eval mode: there is no dropout, and batch norm statistics stay as they are. Parameters that need no gradient stay as
-    they are, too. Half-precision weights are trained in float32 and rounded at the end.
+    eval mode: there is no dropout, and batch norm statistics do not change. Parameters that need no gradient do not
+    change either. Half-precision weights are trained in float32 and rounded at the end.
 
     Args:
         model: The compressed model.
@@ -127,11 +126,11 @@ def heal(
         steps: Number of steps.
         lr: Base learning rate, as for `param_groups`.
         weight_decay: Weight decay.
-        loss: Called with the model's answer, the teacher's answer and the batch. Default: `distance`.
-        run: Called as `run(model, batch)`. Default: as `moments` passes batches.
+        loss: Called with the model's output, the teacher's output and the batch. Default: `distance`.
+        run: Called as `run(model, batch)`. Default: batches are passed as in `moments`.
         checkpoint: A file from which to resume, written atomically.
         every: Steps between two checkpoints.
-        label: What the batches are. A checkpoint with another label is refused.
+        label: Identifies the batches. Resuming from a checkpoint with another label is an error.
         watch: Called after every step.
 
     Returns:
@@ -154,7 +153,7 @@ def heal(
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.is_file():
         state.resume(path)
-    model.eval()  # trained as it is used: the teacher's answers are deterministic, and dropout would blur the target
+    model.eval()  # the teacher's output is deterministic, and dropout would add noise to the student's
     try:
         with evaluating(teacher):
             for step in range(len(state.losses), steps):
@@ -172,7 +171,7 @@ def heal(
 
 
 class _State:
-    """What changes from step to step, and its checkpoint."""
+    """The state of healing, which a checkpoint stores."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, fingerprint: str) -> None:
         self.model, self.optimizer, self.fingerprint = model, optimizer, fingerprint
@@ -186,7 +185,7 @@ class _State:
         """One step of the optimizer."""
         if not bool(loss.isfinite()):
             raise ButtressError(
-                f"healing went wrong at step {len(self.losses)}: the loss is {loss.item()}. Try lr < {lr:g}"
+                f"healing diverged at step {len(self.losses)}: the loss is {loss.item()}. Try lr < {lr:g}"
             )
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -233,7 +232,7 @@ def _restore_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None
 
 
 def _fingerprint(model: nn.Module, teacher: nn.Module, settings: str) -> str:
-    """Tells one healing from another: by the weights of both models and by the settings."""
+    """Identifies a healing by the weights of both models and by the settings."""
     digest = hashlib.sha256(settings.encode())
     for module in (model, teacher):
         for name, t in module.state_dict().items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from buttress.compression.running import call, evaluating, mask_of
 from buttress.errors import PlanError
 from buttress.inspection.hooks import removing
 from buttress.inspection.names import first_match
@@ -26,14 +26,14 @@ def moments(
 ) -> dict[str, Tensor]:
     """Measure E[x x^T] over the inputs x of each linear layer.
 
-    The model runs in eval mode. Memory is that of one batch and of the moments, whatever the number of batches.
+    The model runs in eval mode. Memory is that of one batch and of the moments, independent of the number of batches.
 
     Args:
         model: The model. It is not changed.
-        batches: Batches to run. A mapping is passed as keywords, a tuple or list as arguments, anything else as the
-            only argument.
+        batches: Batches to run the model on. A mapping is passed as keywords, a tuple or list as arguments, anything
+            else as the only argument.
         layers: Globs of layer names.
-        run: Called as `run(model, batch)` where batches have to be passed in another way.
+        run: Called as `run(model, batch)`, for batches that have to be passed in another way.
         weigh: Called as `weigh(batch)`: a weight per token, such as an attention mask, or None. It applies to layers
             whose inputs have its shape. Default: a mapping's "attention_mask".
 
@@ -71,14 +71,15 @@ class _MomentSums:
 
     def __init__(self) -> None:
         self.weights: Tensor | None = None
-        """Of the tokens of the current batch."""
+        """Weights of the current batch's tokens."""
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, float] = {}
-        # One batch's moments by input tensor: q, k and v read the same one. The tensor is kept so that its id is too.
-        self._of_input: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
+        # Moments of the current batch by input tensor, which q, k and v share. The tensor is kept alive, so that no
+        # other tensor gets its id.
+        self._by_input: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
 
     def hooks(self, sites: Iterable[Site]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Start to read the inputs of these layers; attention that packs its projections cannot be read."""
+        """Register hooks that read the inputs of these layers, except those packed into nn.MultiheadAttention."""
         return [
             site.owner.register_forward_pre_hook(self._hook(site.name), with_kwargs=True)
             for site in sites
@@ -86,8 +87,8 @@ class _MomentSums:
         ]
 
     def end_batch(self) -> None:
-        """Let go of the batch's inputs."""
-        self._of_input.clear()
+        """Release the batch's inputs."""
+        self._by_input.clear()
 
     def means(self) -> dict[str, Tensor]:
         return {name: total / max(self._counts[name], 1.0) for name, total in self._sums.items()}
@@ -108,37 +109,12 @@ class _MomentSums:
     def _moments_of(self, x: Tensor) -> tuple[Tensor, float]:
         """Sum of x x^T over the tokens of an input, and their total weight."""
         key = id(x), x._version
-        if key not in self._of_input:
+        if key not in self._by_input:
             rows = x.detach().reshape(-1, x.shape[-1]).float()
             count = float(len(rows))
             if self.weights is not None and self.weights.shape == x.shape[:-1]:
                 weights = self.weights.reshape(-1, 1).to(rows)
                 rows, count = rows * weights.sqrt(), float(weights.sum())
-            self._of_input[key] = x, rows.mT @ rows, count
-        _, total, count = self._of_input[key]
+            self._by_input[key] = x, rows.mT @ rows, count
+        _, total, count = self._by_input[key]
         return total, count
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode; afterwards each of its modules is in the mode that it had."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """Run a model on a batch: a mapping as keywords, a tuple or list as arguments, else as the only argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def mask_of(batch: Any) -> Tensor | None:
-    """The attention mask of a batch, if it has one."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask if isinstance(mask, Tensor) else None

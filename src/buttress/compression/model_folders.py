@@ -28,40 +28,49 @@ WEIGHT_FILES = (
     "*.h5",
     "*.msgpack",
 )
-"""Files of a model's folder that are not copied: the weights of the original."""
+"""Weights of the original model, which are not copied."""
 TOOL_FILES = (".git", ".cache")
-"""What other tools leave in a folder; not copied."""
+"""Files of other tools, which are not copied."""
 
 
 class ModelFolder(ABC):
-    """A model loaded from its folder, the data that suits it, and how it is saved again.
+    """A model loaded from its folder: opens data for it, and saves it to another folder.
 
     Args:
         source: The folder.
-        device: Where to put the model.
+        device: Device of the model.
 
     Raises:
         ButtressError: If the folder holds no such model.
     """
 
     model: Any
-    """In eval mode."""
+    """The model, in eval mode."""
     inner = Path()
-    """Where in the folder the model's own files are."""
+    """Path of the model's files inside the folder."""
 
     def __init__(self, source: Path, device: torch.device | str) -> None:
         self.source, self.device = source, device
 
     @abstractmethod
     def data(self, path: Path, batch: int, length: int) -> CalibrationData:
-        """Data from a file or folder, in batches of that size; texts are cut to that many tokens."""
+        """Open data for the model.
+
+        Args:
+            path: A text file, or an image folder.
+            batch: Texts or images per batch.
+            length: Tokens per text; longer texts are cut.
+
+        Returns:
+            The data.
+        """
 
     @abstractmethod
     def save_model(self, folder: Path) -> None:
         """Write config, weights and plan into a copy of the folder."""
 
     def save(self, folder: Path) -> None:
-        """Write a new folder: everything in the old one but the weights, then the model and its plan."""
+        """Write a new folder: copies of all files except the weights, then the model and its plan."""
         own = self.source / self.inner
 
         def skipped(where: str, names: list[str]) -> set[str]:
@@ -73,7 +82,7 @@ class ModelFolder(ABC):
 
 
 def open_model_folder(source: Path, device: torch.device | str) -> ModelFolder:
-    """Load the model in a folder, by the library that its config.json belongs to."""
+    """Load the model in a folder with the library that its config.json belongs to."""
     return (TimmFolder if _is_timm(source) else TransformersFolder)(source, device)
 
 
@@ -96,13 +105,13 @@ class TransformersFolder(ModelFolder):
             raise PlanError(f"{folder} holds no transformers or timm model: there is no config.json in it")
         import transformers
 
-        import buttress.integrations.transformers  # noqa: F401  (so that models that are structured already load, too)
+        import buttress.integrations.transformers  # noqa: F401  (so that structured models load, too)
 
         try:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             cls = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
             self.model = cls.from_pretrained(folder, use_safetensors=True).to(device).eval()
-        except Exception as error:  # of many types, since the files may be broken in many ways
+        except Exception as error:  # broken files raise errors of many types
             raise ButtressError(f"the model in {folder} cannot be loaded: {error}") from error
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -123,7 +132,7 @@ class TransformersFolder(ModelFolder):
 
 
 def _transformer_module(source: Path) -> Path:
-    """Where in a folder the transformers model is: modules.json of sentence-transformers lists it first."""
+    """Path of the transformers model in a folder: modules.json of sentence-transformers lists it first."""
     if not (listing := source / "modules.json").is_file():
         return Path()
     try:
@@ -134,7 +143,7 @@ def _transformer_module(source: Path) -> Path:
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise PlanError(f"{listing} is not a module list of sentence-transformers: {error}") from None
     if inner.is_absolute() or ".." in inner.parts:
-        raise PlanError(f"{listing} points outside of its folder: {inner}")
+        raise PlanError(f"{listing} points outside its folder: {inner}")
     return inner
 
 

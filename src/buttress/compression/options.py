@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from buttress.compression.allocation import Candidate, CostFunction, CostMeasure, as_family, cost_function
+from buttress.compression.allocation import Candidate, CostFunction, CostMeasure, as_family, check_keep, cost_function
 from buttress.errors import PlanError
 from buttress.suggestions import did_you_mean
 from buttress.surgery import Plan
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage, the steps of it that are done, and their number."""
+OnProgress = Callable[[str, int, int], None]
+"""Called with the name of a stage, the number of its steps that are done, and the number of all its steps."""
 
 ALIASES = {"calibrate": "calibration_batches", "tell": "progress"}
-"""Keywords of `compress` in version 0.1, and what they are called now."""
+"""Present names of keywords that `compress` had in version 0.1."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,20 @@ class CompressOptions:
     Args:
         keep: Fraction of the linear layers' cost to keep.
         candidates: Structures to choose from, as for `curves`. Default: all families without sharing.
-        cost: What `keep` is a fraction of: "macs", "params", or a function such as `timed()`.
+        cost: Cost that `keep` refers to: "macs", "params", or a function such as `timed()`.
         plan: A plan to follow instead of choosing one.
         text: A text file or, for timm, an image folder. With it, layers are projected for the nearest outputs on this
-            data, and quality is measured on a held-out part of it.
-        heal: Steps of healing: distillation from the original model, undone if it moves the answers on held-out data
+            data, and quality is measured on held-out data.
+        heal: Steps of healing: distillation from the original model, undone if it moves the outputs on held-out data
             away from the original's.
-        lr: Learning rate of the healing.
+        lr: Learning rate of healing.
         sweeps: Sweeps of alternating least squares for each layer; none without `text`.
         batch: Texts or images per batch.
         length: Tokens per text.
         calibration_batches: Batches on which the layers' inputs are measured.
-        device: Where to compute.
-        progress: Called with the name of a stage, the steps of it that are done, and their number.
+        device: Device to compute on.
+        progress: Called with the name of a stage, the number of its steps that are done, and the number of all its
+            steps.
 
     Raises:
         PlanError: If a value cannot be used.
@@ -64,11 +65,10 @@ class CompressOptions:
     length: int = 128
     calibration_batches: int = 64
     device: torch.device | str = "cpu"
-    progress: Progress | None = None
+    progress: OnProgress | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keep, Real) or not 0 < self.keep <= 1:
-            raise PlanError(f"keep is the part of the cost that is left, above 0 and at most 1; got {self.keep!r}")
+        check_keep(self.keep)
         for name, least in (("heal", 0), ("sweeps", 0), ("batch", 1), ("length", 1), ("calibration_batches", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -86,7 +86,13 @@ class CompressOptions:
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> CompressOptions:
-        """Options from keywords, those of version 0.1 included.
+        """Options from the keywords of `compress`, including those of version 0.1.
+
+        Args:
+            keywords: Values by keyword.
+
+        Returns:
+            The options.
 
         Raises:
             PlanError: If a keyword is unknown or given under two names.
@@ -103,7 +109,7 @@ class CompressOptions:
         return cls(**values)
 
     def report(self, stage: str, done: int, total: int) -> None:
-        """Pass progress on to the caller, if it wants to know."""
+        """Call `progress`, if it is set."""
         if self.progress is not None:
             self.progress(stage, done, total)
 
@@ -114,4 +120,4 @@ def _check_device(device: torch.device | str) -> None:
     except (RuntimeError, TypeError):
         raise PlanError(f"device must be a torch device such as 'cpu' or 'cuda', got {device!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise PlanError(f"device {str(device)!r} cannot be used: torch sees no GPU here")
+        raise PlanError(f"device {str(device)!r} cannot be used: torch finds no GPU")

@@ -25,7 +25,7 @@ from buttress.inspection.sites import find_sites
 from buttress.surgery import Plan, Report, replace_
 
 EFFECT_BATCHES = 2
-"""Batches on which a layer's effect on the answer is measured."""
+"""Batches on which the effect of each layer's loss on the model's output is measured."""
 HEALING_CHECK_BATCHES = 8
 """Held-out batches on which healing must have helped."""
 REPORT_FILE = "buttress-report.json"
@@ -33,23 +33,24 @@ REPORT_FILE = "buttress-report.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `compress` did to a model, and the quality that is left."""
+    """Results of `compress`: the plan, a report on the layers, and the quality before and after."""
 
     plan: Plan
+    """The plan that was applied."""
     report: Report
     """Every layer that was replaced, with its errors."""
     budget: Budget | None
-    """How the plan was chosen; None where it was given."""
+    """The choice of the plan; None if the plan was an option."""
     quality: dict[str, tuple[float, float]]
-    """Of the original and of the compressed model on held-out data, by metric; empty without data."""
+    """Metrics of the original and of the compressed model on held-out data, by name; empty without data."""
     healed: tuple[float, float] | None
-    """Distance of the answers on held-out data from the original's, before and after healing; None without healing."""
+    """Distance of the outputs on held-out data from the original's, before and after healing; None without healing."""
     seconds: dict[str, float]
-    """By stage."""
+    """Duration of each stage."""
 
     @property
     def undone(self) -> bool:
-        """Whether healing moved the answers away from the original's, and was therefore undone."""
+        """Whether healing moved the outputs away from the original's and was therefore undone."""
         return self.healed is not None and _harmful(*self.healed)
 
 
@@ -62,15 +63,15 @@ def compress(
 ) -> Outcome:
     """Compress the pretrained model in a folder into a new folder.
 
-    Structures and ranks are chosen by `budget`, the layers are projected, and the model is healed if that is asked for:
-    distilled from the original model for some steps. The new folder holds all other files of the old one, the plan
-    ("buttress-plan.json") and a report ("buttress-report.json"). It is written completely or not at all. A healing that
-    was interrupted resumes when `compress` is called again with the same arguments.
+    Structures and ranks are chosen by `budget`, the layers are projected, and the model is healed if `heal` is above 0:
+    distilled from the original model for that many steps. The new folder has the compressed weights, copies of the
+    other files, the plan ("buttress-plan.json") and a report ("buttress-report.json"). It is written atomically.
+    Interrupted healing resumes when `compress` is called again with the same arguments.
 
     Args:
         folder: Model folder of transformers, sentence-transformers or timm.
         out: The folder to write. It must not exist, or be empty.
-        options: What to do. A number stands for `CompressOptions(keep=number)`.
+        options: The options. A number stands for `CompressOptions(keep=number)`.
         **keywords: Fields of `CompressOptions`, instead of `options`.
 
     Returns:
@@ -87,7 +88,7 @@ def compress(
     settings = _settings(options, keywords)
     source, target = Path(folder), Path(out)
     if source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise PlanError(f"{target} is inside of {source}: choose another folder")
+        raise PlanError(f"{target} is inside {source}: choose another folder")
     if settings.text is not None and not Path(settings.text).exists():
         raise PlanError(f"{settings.text} does not exist: give a text file, or an image folder for timm")
     checkpoint = target.with_name(f".{target.name}.heal.pt")
@@ -169,14 +170,14 @@ def _choose(
     )
     chosen = budget(choices, options.keep)
     if not chosen.plan.entries:
-        raise PlanError(f"nothing is worth replacing at keep={options.keep:g}: ask for less, or give a plan")
+        raise PlanError(f"nothing is worth replacing at keep={options.keep:g}: set a smaller keep, or give a plan")
     return chosen
 
 
 def _project(
     model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], store: ProjectionStore, options: CompressOptions
 ) -> Report:
-    """Replace the plan's layers, resuming from the projections that choosing has left."""
+    """Replace the plan's layers, starting from the projections that the choice has stored."""
     inputs = {e.name: inputs[e.name] for e in plan.entries if e.name in inputs}
     sweeps = options.sweeps if inputs else 0
     sites = find_sites(model)
@@ -194,7 +195,7 @@ def _project(
 def _heal_or_revert(
     model: nn.Module, original: nn.Module, data: CalibrationData, checkpoint: Path, options: CompressOptions
 ) -> tuple[float, float]:
-    """Heal the model, or leave it as it was where that does not help; the distances before and after healing."""
+    """Heal the model, and undo it if that does not help. Returns the distances before and after healing."""
     held_out = data.held_out(HEALING_CHECK_BATCHES)
     start, before = copy.deepcopy(model.state_dict()), mean_distance(model, original, held_out)
     heal(
@@ -226,7 +227,7 @@ def _write_report(path: Path, outcome: Outcome, keep: float) -> None:
 
 
 class _StageClock:
-    """Seconds of each stage, one after the other."""
+    """Seconds of consecutive stages."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Projections computed while options were compared, kept so that those of the chosen plan are not computed again."""
+"""A store for the projections computed while options are compared, so that chosen ones are not computed again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from buttress.core.structures import Structure
 from buttress.projection.closed_form import Draft, Projection, Target, finished, refined
 
 LIMIT = 4 << 30
+"""Default limit in bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +24,9 @@ class _Option:
 class ProjectionStore:
     """Projections by layer and structure, in CPU memory.
 
-    Of each layer it keeps the options that no other option beats in both cost and loss, among which `budget` chooses,
-    in float32 or better. Options that would take it beyond `limit` bytes are not kept. What is not kept is projected
-    again when it is chosen, with the same result.
+    For each layer it keeps the options that no other option beats in both cost and loss, since `budget` chooses among
+    these. Options beyond `limit` bytes are not kept. If such an option is chosen, it is projected again, with the same
+    result.
 
     Args:
         limit: Most bytes to keep. Default: 4 GiB.
@@ -44,7 +45,15 @@ class ProjectionStore:
         return bool(self._kept.get(name))
 
     def offer(self, name: str, structure: Structure, cost: float, loss: float, draft: Draft) -> None:
-        """Keep a layer's option unless another one beats it, and drop those that it beats."""
+        """Keep a layer's option unless another one beats it, and drop those that it beats.
+
+        Args:
+            name: Name of the layer.
+            structure: Structure of the option.
+            cost: Cost of the option.
+            loss: Loss of the option.
+            draft: Its projection, which can be refined.
+        """
         front = self._kept.setdefault(name, [])
         if any(other.cost <= cost and other.loss <= loss for other in front):
             return
@@ -58,13 +67,18 @@ class ProjectionStore:
     def finish(
         self, name: str, structure: Structure, weight: Tensor, moments: Tensor | None, sweeps: int
     ) -> Projection | None:
-        """The projection of one layer after that many sweeps in all, with factors in CPU memory.
+        """Refine a layer's option to its final projection, and drop the layer's other options.
 
-        The layer's other options are dropped.
+        Args:
+            name: Name of the layer.
+            structure: Structure of the option.
+            weight: Weight of the layer.
+            moments: Second moments of the layer's input.
+            sweeps: Sweeps in all, including those that are done.
 
         Returns:
-            What `project(structure, weight, moments=moments, sweeps=sweeps)` would compute, bit for bit, or None where
-            it is not kept.
+            The result of `project(structure, weight, moments=moments, sweeps=sweeps)`, bit for bit, with factors in CPU
+            memory; None if the option is not kept.
         """
         front = self._kept.pop(name, [])
         self.nbytes -= sum(option.draft.nbytes for option in front)

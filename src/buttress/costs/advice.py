@@ -1,4 +1,4 @@
-"""Which structure is fastest for a layer of given size on a given device, and whether any beats nn.Linear."""
+"""The fastest structure for a layer of given size on a given device, compared with nn.Linear."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ from buttress.text_table import render
 TOLERANCE = 1.05
 """A time within five percent of another counts as the same."""
 MAX_SCALING = 4.0
-"""A measured size stands for another up to this ratio in each of its numbers."""
+"""Times are scaled from a measured size only if d_in, d_out and tokens each differ by at most this ratio."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One structure for the layer in question."""
+    """One structure for a layer, with its time and size."""
 
     structure: str
+    """The structure as text."""
     implementation: str
+    """Name of its fastest implementation."""
     ms: float
+    """Milliseconds of that implementation."""
     against_dense: float
     """Speedup over nn.Linear; below 1 it is slower."""
     parameters: int
+    """Number of parameters."""
     against_dense_parameters: float
+    """Number of parameters divided by that of nn.Linear."""
     rank: int
     """Largest possible rank of the matrix."""
     basis: str
@@ -42,21 +47,22 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """What `advise` returns: options, fastest first, and which to take. `str` gives a table and a verdict."""
+    """Structures for one layer, fastest first, and a recommendation. `str` gives a table and a verdict."""
 
     d_in: int
     d_out: int
     tokens: int
     device: str
     what: str
-    """What was timed: a training step or the forward pass, and in which dtype."""
+    """The timed computation: a training step or the forward pass, and its dtype."""
     dense_ms: float
     """Milliseconds of nn.Linear."""
     options: tuple[Option, ...]
+    """The structures, fastest first."""
 
     @property
     def fastest(self) -> Option | None:
-        """The fastest option, or None where nn.Linear is no slower."""
+        """The fastest option, or None if nn.Linear is no slower."""
         best = self.options[0] if self.options else None
         return best if best and best.against_dense > TOLERANCE else None
 
@@ -90,20 +96,20 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class _Machine:
-    """A device whose speeds are measured, or looked up where it is not in this machine."""
+class _TimedDevice:
+    """A device on which layers are timed, or a GPU elsewhere whose measured speeds are looked up."""
 
     name: str
-    device: torch.device | None
-    """None: only the table of a GPU by this name is available."""
+    local: torch.device | None
+    """The device in this machine, None if only its measured-speed table is available."""
 
     @property
     def default_dtype(self) -> torch.dtype:
-        return torch.float32 if self.device is not None and self.device.type == "cpu" else torch.bfloat16
+        return torch.float32 if self.local is not None and self.local.type == "cpu" else torch.bfloat16
 
     @classmethod
-    def of(cls, device: torch.device | str | None) -> _Machine:
-        """A torch device, by default a GPU if there is one, or the name of a GPU with a table."""
+    def of(cls, device: torch.device | str | None) -> _TimedDevice:
+        """For a torch device (default: a GPU if there is one), or for the name of a GPU with a table."""
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
@@ -111,12 +117,12 @@ class _Machine:
         except RuntimeError:
             if not table(str(device)):
                 raise ButtressError(
-                    f"{device!r} is neither a torch device nor a GPU with a table of measured speeds: "
+                    f"{device!r} is neither a torch device nor a GPU with a measured-speed table: "
                     "give 'cuda', 'cpu', or a GPU's name such as 'NVIDIA H200'"
                 ) from None
             return cls(str(device), None)
         if local.type == "cuda" and not torch.cuda.is_available():
-            raise ButtressError(f"{device!r} was asked for, but torch sees no GPU here: give the name of a GPU instead")
+            raise ButtressError(f"{device!r} was requested, but torch finds no GPU: give the name of a GPU instead")
         if local.type not in ("cuda", "cpu"):
             raise ButtressError(f"speeds are measured on cuda and cpu, not on {local.type}")
         return cls(torch.cuda.get_device_name(local) if local.type == "cuda" else "this machine's CPU", local)
@@ -124,7 +130,7 @@ class _Machine:
 
 @dataclass(frozen=True)
 class _Timing:
-    """One structure's measured row, and what it is based on."""
+    """The times of one structure, and whether they were measured or scaled."""
 
     chain: Chain
     row: Row
@@ -161,16 +167,16 @@ def advise(
     training: bool = True,
     compiled: bool = True,
 ) -> Advice:
-    """Compare the speed of structures for one layer, and say which to take.
+    """Compare the speed of structures for one layer and recommend one.
 
     Args:
         d_in: Inputs of the layer.
         d_out: Outputs of the layer.
         tokens: Tokens at a time.
-        device: A device of this machine, where what its table lacks is measured now and kept; or the name of a GPU
-            with a table ("NVIDIA H200"), where times are looked up and, if need be, scaled from the nearest size.
+        device: A device of this machine, on which times that its table lacks are measured and, for a GPU, stored; or
+            the name of a GPU with a table ("NVIDIA H200"), whose times are looked up or scaled from the nearest size.
             Default: "cuda" if there is a GPU, else "cpu".
-        dtype: What the layer computes in. Default: bfloat16 on a GPU, float32 on a CPU.
+        dtype: Dtype of the computation. Default: bfloat16 on a GPU, float32 on a CPU.
         candidates: Structures or their texts. Default: a few of every structure.
         training: Time a training step; otherwise the forward pass alone.
         compiled: Leave out the time that Python takes to launch kernels.
@@ -191,14 +197,14 @@ def advise(
     )
     if not chosen:
         raise ButtressError("there is nothing to compare: give at least one candidate, such as BTT(rank=2)")
-    machine = _Machine.of(device)
-    dtype = dtype or machine.default_dtype
-    timings = _timings(machine, chosen, d_in, d_out, tokens, dtype)
+    timed_device = _TimedDevice.of(device)
+    dtype = dtype or timed_device.default_dtype
+    timings = _timings(timed_device, chosen, d_in, d_out, tokens, dtype)
     linear_ms = min(t.linear_ms(training=training, compiled=compiled) for t in timings)
     options = [t.option(training=training, compiled=compiled) for t in timings]
     what = f"{'a training step' if training else 'forward'}, {str(dtype).removeprefix('torch.')}"
     what += "" if compiled else ", launched by Python"
-    return Advice(d_in, d_out, tokens, machine.name, what, linear_ms, tuple(sorted(options, key=lambda o: o.ms)))
+    return Advice(d_in, d_out, tokens, timed_device.name, what, linear_ms, tuple(sorted(options, key=lambda o: o.ms)))
 
 
 def timed(
@@ -208,7 +214,7 @@ def timed(
     dtype: torch.dtype | None = None,
     training: bool = False,
 ) -> Callable[[Structure | None, int, int], float]:
-    """A cost for `curves`: the milliseconds of a layer, measured or looked up as `advise` does.
+    """A cost function for `curves`: the milliseconds of a layer, measured or looked up as in `advise`.
 
     Args:
         tokens: Tokens at a time.
@@ -217,7 +223,7 @@ def timed(
         training: Time a training step; otherwise the forward pass alone.
 
     Returns:
-        A function of a structure (None for nn.Linear), d_in and d_out. A structure that a GPU's table does not know
+        A function of a structure (None for nn.Linear), d_in and d_out. A structure that is not in a GPU's table
         costs infinity, so that it is never chosen.
 
     Raises:
@@ -226,17 +232,18 @@ def timed(
     Example:
         >>> options = bt.curves(model, cost=bt.timed(16384, device="NVIDIA H200"))
     """
-    machine = _Machine.of(device)
+    timed_device = _TimedDevice.of(device)
 
     def timings(candidates: Sequence[Structure], d_in: int, d_out: int) -> list[_Timing]:
         _check_sizes(d_in, d_out, tokens)
-        return _timings(machine, candidates, d_in, d_out, tokens, dtype or machine.default_dtype)
+        return _timings(timed_device, candidates, d_in, d_out, tokens, dtype or timed_device.default_dtype)
 
     @lru_cache(maxsize=4096)
     def milliseconds(structure: Structure | None, d_in: int, d_out: int) -> float:
         if structure is None:
-            # Every row has the time of nn.Linear: a measured one is enough, of a table's rows any may be the only one.
-            candidates = _default_candidates()[: None if machine.device is None else 1]
+            # Every row includes the time of nn.Linear: measuring one candidate is enough. A table may have rows for
+            # only some of them.
+            candidates = _default_candidates()[: None if timed_device.local is None else 1]
             return min(t.linear_ms(training=training, compiled=True) for t in timings(candidates, d_in, d_out))
         try:
             return timings([structure], d_in, d_out)[0].option(training=training, compiled=True).ms
@@ -247,14 +254,14 @@ def timed(
 
 
 def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None) -> list[Option]:
-    """Time every distinct structured layer of a model on its GPU, so that each uses the implementation fastest there.
+    """Time every distinct structured layer of a model on its GPU, so that each uses its fastest implementation there.
 
-    The times are kept in the user's table and apply from then on, in this process and in later ones.
+    The times are stored in the user's table, and apply in this process and in later ones.
 
     Args:
         model: A model on a GPU.
         tokens: Tokens at a time.
-        dtype: What the layers compute in, if autocast makes it another than their own.
+        dtype: Dtype of the computation under autocast. Default: the dtype of each layer.
 
     Returns:
         One option per distinct layer.
@@ -298,17 +305,17 @@ def _default_candidates() -> list[Structure]:
 
 
 def _timings(
-    machine: _Machine, candidates: Sequence[Structure], d_in: int, d_out: int, tokens: int, dtype: torch.dtype
+    device: _TimedDevice, candidates: Sequence[Structure], d_in: int, d_out: int, tokens: int, dtype: torch.dtype
 ) -> list[_Timing]:
-    """The times of every candidate, without those that a table does not know; at least one."""
-    if machine.device is not None:
-        return _measured(candidates, d_in, d_out, tokens, dtype, machine.device, machine.name)
-    scaled = (_scaled(structure, d_in, d_out, tokens, dtype, machine.name) for structure in candidates)
+    """The times of the candidates, at least one. Candidates that an absent GPU's table lacks are left out."""
+    if device.local is not None:
+        return _measured(candidates, d_in, d_out, tokens, dtype, device.local, device.name)
+    scaled = (_scaled(structure, d_in, d_out, tokens, dtype, device.name) for structure in candidates)
     timings = [timing for timing in scaled if timing is not None]
     if not timings:
         raise ButtressError(
-            f"nothing near {d_in} -> {d_out} in {dtype} was measured on {machine.name}: ask on a machine that has the "
-            "GPU, with device='cuda', or for sizes nearer to those of its table"
+            f"nothing near {d_in} -> {d_out} in {dtype} was measured on {device.name}: use device='cuda' on a machine "
+            "with this GPU, or sizes nearer to those in its table"
         )
     return timings
 
@@ -322,7 +329,7 @@ def _measured(
     device: torch.device,
     name: str,
 ) -> list[_Timing]:
-    """Rows of the table, those that it lacks measured now. A CPU's are not kept: its load varies too much."""
+    """Times from the device's table; missing ones are measured, and stored for a GPU. A CPU's load varies too much."""
     from buttress.ops.measuring import measure_layer
 
     rows = {row.key: row for row in table(name)}
@@ -344,7 +351,7 @@ def _measured(
 def _scaled(
     structure: Structure, d_in: int, d_out: int, tokens: int, dtype: torch.dtype, device: str
 ) -> _Timing | None:
-    """The nearest measured row of this structure, its times scaled by what has to be moved or multiplied."""
+    """Times of the nearest measured size, scaled by memory traffic for the structure and by MACs for nn.Linear."""
 
     def distances(row: Row) -> list[float]:
         return [abs(log2(a / b)) for a, b in ((row.d_in, d_in), (row.d_out, d_out), (row.tokens, tokens))]

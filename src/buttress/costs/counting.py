@@ -1,7 +1,7 @@
-"""What a model costs: parameters, multiply-accumulates, and memory that the backward pass needs.
+"""The cost of a model: parameters, multiply-accumulates, and the activation memory of the backward pass.
 
-MACs come from torch's own FlopCounterMode, and activation bytes from what autograd saves. Both are counted in a forward
-pass with fake tensors: nothing is computed, nothing is allocated.
+MACs are counted by torch's FlopCounterMode, and activation bytes by hooks on the tensors that autograd saves. Both are
+counted in one forward pass with fake tensors, which computes and allocates nothing.
 """
 
 from __future__ import annotations
@@ -27,31 +27,36 @@ from buttress.text_table import render, show
 
 @dataclass(frozen=True)
 class CostRow:
-    """One module that has parameters or does arithmetic of its own."""
+    """The cost of one module, without that of its submodules."""
 
     name: str
+    """Name of the module; "(model)" for the model itself."""
     kind: str
+    """Class of the module, with its structure if it has one."""
     params: int
+    """Parameters that no earlier row has counted."""
     macs: int
+    """Multiply-accumulates of the forward pass."""
     activation_bytes: int
+    """Bytes of the tensors that autograd saves for the backward pass."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one forward pass, and of what it keeps for the backward pass. `str` gives a table."""
+    """Parameters, MACs of one forward pass, and memory kept for the backward pass. `str` gives a table."""
 
     params: int
-    """Each parameter counted once."""
+    """Number of parameters, each counted once."""
     macs: int
     """Multiply-accumulates of the forward pass."""
     activation_bytes: int
-    """Of the tensors that autograd saves for the backward pass."""
+    """Bytes of the tensors that autograd saves for the backward pass."""
     rows: tuple[CostRow, ...]
     """Every module with a cost of its own; they add up to the totals."""
 
     @property
     def flops(self) -> int:
-        """2 * MACs: one multiplication and one addition each."""
+        """Floating-point operations: two per MAC, a multiplication and an addition."""
         return 2 * self.macs
 
     def table(self) -> str:
@@ -66,12 +71,13 @@ class Cost:
 def cost(model: nn.Module, *example_inputs: Any) -> Cost:
     """Count the parameters, MACs and activation memory of `model(*example_inputs)`.
 
-    Law: macs = FlopCounterMode's count / 2. Activation bytes are those of the tensors that autograd saves, each storage
-    once, without parameters and buffers, in the model's present mode (train or eval) with gradients enabled.
+    MACs are half of the operations that FlopCounterMode counts. Activation bytes are those of the tensors that autograd
+    saves, each storage once, without parameters and buffers. The model runs in its current mode (train or eval), with
+    gradients enabled.
 
     Args:
         model: The model. It is not changed, and may be on the meta device.
-        *example_inputs: What to call it with.
+        *example_inputs: Arguments of the forward pass.
 
     Returns:
         The totals, and a row for every module with a cost of its own.
@@ -91,7 +97,7 @@ def cost(model: nn.Module, *example_inputs: Any) -> Cost:
     except Exception:
         if any(p.is_meta for p in model.parameters()):
             raise
-        # The model reads values, which fake tensors do not have (or is broken, in which case this raises, too).
+        # The model may read values, which fake tensors do not have. If it is broken, this raises too.
         return _count(copy.deepcopy(model), example_inputs)
 
 
@@ -105,7 +111,7 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
         stack.enter_context(counter.flops)
         output = model(*inputs)
         counter.charge()
-    # The graph holds what it saved until here.
+    # Until here the output keeps the graph alive, and with it the saved tensors that are counted.
     del output
     return Cost(
         params=sum(p.numel() for p in model.parameters()),
@@ -125,13 +131,13 @@ class _Counter:
         self.macs: dict[str, int] = defaultdict(int)
         self.saved_bytes: dict[str, int] = defaultdict(int)
         self._storages = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        """Those that are counted already, or not at all."""
+        """Storages that are counted already, and those of parameters and buffers, which are never counted."""
         self._saved: list[Tensor] = []
         self._running = [""]
         self._charged_flops = 0
 
     def hooks(self, model: nn.Module) -> list[Handle]:
-        """Follow which module is running."""
+        """Register hooks that follow which module is running."""
         handles: list[Handle] = []
         for name, module in modules(model):
             if not name:
@@ -149,11 +155,11 @@ class _Counter:
         return handles
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count what autograd saves, each storage once."""
+        """Count a tensor that autograd saves, each storage once."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
-            self._saved.append(tensor)  # or its address could be given to another
+            self._saved.append(tensor)  # kept alive, so that no other storage gets its address
             self.saved_bytes[self._running[-1]] += storage.nbytes()
         return tensor
 

@@ -10,7 +10,7 @@ from buttress.nn.linear import StructuredLinear
 
 
 def lora(config: Any) -> Any:
-    """Let a peft `LoraConfig` target structured layers, too.
+    """Make a peft `LoraConfig` accept structured layers as targets.
 
     The adapters stay separate modules. The sum of a structured and a low-rank matrix has neither structure, so they
     cannot be merged; `densify_` the model first where merging is needed.
@@ -33,7 +33,7 @@ def lora(config: Any) -> Any:
     class StructuredLora(Linear):
         def __init__(self, *args: Any, **options: Any) -> None:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Unsupported layer type")  # it has all that peft needs
+                warnings.filterwarnings("ignore", "Unsupported layer type")  # they have all that peft needs
                 super().__init__(*args, **options)
 
         def merge(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The plan that is saved next to a model's weights."""
+"""The plan file that is saved next to a model's weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PLAN_FILE = "buttress-plan.json"
 
 
 def write_plan(model: nn.Module, folder: Path) -> None:
-    """Write a model's plan into its folder."""
+    """Write a model's plan into a folder."""
     (folder / PLAN_FILE).write_text(Plan.of(model).to_json() + "\n", encoding="utf-8")
 
 
 def read_plan(folder: Path) -> Plan | None:
-    """The plan in a model's folder, or None where it has none."""
+    """Read the plan in a model's folder, None if it has none."""
     path = folder / PLAN_FILE
     return Plan.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None

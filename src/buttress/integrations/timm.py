@@ -1,9 +1,9 @@
-"""timm: structured models saved and loaded.
+"""timm: saving and loading structured models.
 
     buttress.vision.save(model, "small")
     model = buttress.vision.load("small")
 
-A folder has timm's own files (config.json and model.safetensors) and the plan. Nothing is unpickled.
+A model folder contains timm's own files (config.json and model.safetensors) and the plan. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ except ImportError as error:
 
 
 def save(model: nn.Module, folder: Path | str, **model_args: Any) -> Path:
-    """Save a timm model to a new folder, completely or not at all.
+    """Save a timm model to a new folder, atomically.
 
     Args:
         model: The model, structured or not.
         folder: The folder to write. It must not exist, or be empty.
-        **model_args: What `timm.create_model` was called with besides the name; timm does not record it.
+        **model_args: Arguments of `timm.create_model` other than the name, which timm does not record.
 
     Returns:
         The folder.
@@ -52,12 +52,12 @@ def save(model: nn.Module, folder: Path | str, **model_args: Any) -> Path:
 
 
 def fill(model: nn.Module, folder: Path, model_args: Mapping[str, Any]) -> None:
-    """Write config, weights and plan of a timm model into an existing folder.
+    """Write a timm model's config, weights and plan into an existing folder.
 
     Args:
         model: The model.
-        folder: The folder, whose files of the same names are overwritten.
-        model_args: What `timm.create_model` was called with besides the name.
+        folder: The folder; files with the same names are overwritten.
+        model_args: Arguments of `timm.create_model` other than the name.
 
     Example:
         >>> buttress.vision.fill(model, Path("small"), buttress.vision.model_args(Path("original")))
@@ -67,13 +67,13 @@ def fill(model: nn.Module, folder: Path, model_args: Mapping[str, Any]) -> None:
 
 
 def model_args(folder: Path) -> dict[str, Any]:
-    """What a folder's model was created with besides its name, according to config.json.
+    """Read the arguments of `timm.create_model`, other than the name, from a folder's config.json.
 
     Args:
         folder: A timm model folder.
 
     Returns:
-        Keywords for `timm.create_model`; empty where none are recorded.
+        Keywords for `timm.create_model`; empty if none are recorded.
 
     Example:
         >>> buttress.vision.model_args(Path("small"))
@@ -88,7 +88,7 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
 
     Args:
         folder: A folder that `save` or timm has written.
-        device: Where to put the model.
+        device: Device of the model.
 
     Returns:
         The model, in eval mode.

@@ -1,13 +1,13 @@
-"""transformers: structured models saved and loaded like any other, without remote code.
+"""transformers: saving and loading structured models like any other, without remote code.
 
     import buttress.hf
 
-    buttress.hf.save(model, "small", tokenizer)             # written completely or not at all
+    buttress.hf.save(model, "small", tokenizer)             # written atomically
     model = AutoModelForCausalLM.from_pretrained("small")   # anywhere, after `import buttress.hf`
 
-The plan of the structured layers is part of the model's config, under "quantization_config": there transformers looks
-up how weights are stored. Importing this module registers the method "buttress": the model is built on the meta device,
-its layers are replaced, and the factors are read from safetensors files. Nothing is unpickled, no code is read.
+The plan is in the model's config under "quantization_config", where transformers looks up how weights are stored.
+Importing this module registers the method "buttress": the model is built on the meta device, its layers are replaced,
+and the factors are read from safetensors files. Nothing is unpickled, and no code is loaded.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class _StructuredLoader(HfQuantizer):
     def postprocess_model(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         # A quantized model could not be moved, cast, trained or wrapped; this one can.
         model.hf_quantizer = None  # type: ignore[assignment]
-        for mark in ("is_quantized", "quantization_method"):
-            if mark in vars(model):
-                delattr(model, mark)
+        for attribute in ("is_quantized", "quantization_method"):
+            if attribute in vars(model):
+                delattr(model, attribute)
         model.config.quantization_config = self.quantization_config
         return model
 
@@ -95,7 +95,7 @@ class _StructuredLoader(HfQuantizer):
 
 
 def _check_factors(model: PreTrainedModel, files: Iterable[str]) -> None:
-    """Refuse files that lack factors or have others: transformers would initialize them again with a warning."""
+    """Raise if factors are missing or have other shapes: transformers would only warn and initialize them again."""
     saved_shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -124,8 +124,8 @@ def _equivalent_names(name: str, model: PreTrainedModel) -> tuple[str, str, str]
 def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
     """Translate a plan to another model with the same base.
 
-    Names gain or lose the base's prefix where one model has a head and the other has not. Entries of a head are left
-    out where the model has none.
+    Names gain or lose the base's prefix if one model has a head and the other does not. Entries for a head are left out
+    if the model has none.
 
     Args:
         plan: The plan of a model with the same base.
@@ -158,9 +158,9 @@ def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 def attach(model: PreTrainedModel) -> None:
-    """Write a model's plan into its config, or remove it where nothing is structured any more.
+    """Write a model's plan into its config, or remove it if no layer is structured any more.
 
-    `save` does so itself; call it before `save_pretrained`.
+    `save` calls it; call it yourself before `save_pretrained`.
 
     Args:
         model: The model whose config is changed.
@@ -177,7 +177,7 @@ def attach(model: PreTrainedModel) -> None:
 
 
 def save(model: PreTrainedModel, folder: Path | str, *others: Any) -> Path:
-    """Save a model to a new folder, completely or not at all.
+    """Save a model to a new folder, atomically.
 
     Args:
         model: The model, structured or not.

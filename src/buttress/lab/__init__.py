@@ -1,1 +1,1 @@
-"""Everything that is an experiment."""
+"""The lab: tasks, models, training runs, sweeps, and the analysis of their records."""

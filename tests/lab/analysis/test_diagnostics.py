@@ -173,7 +173,7 @@ def test_muon_and_sign_rates_are_flat(structure: bt.Structure, rule: str, lr: fl
 
 
 def test_rules_without_an_optimizer_ask_for_one() -> None:
-    with pytest.raises(bt.RuleError, match="no optimizer is known for rule 'muon'"):
+    with pytest.raises(bt.RuleError, match="rule 'muon' has no default optimizer"):
         coordinate_check(lambda w: build(w, bt.BTT()), WIDTHS, batches, lr=1.0, rule="muon")
 
 

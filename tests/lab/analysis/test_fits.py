@@ -265,7 +265,7 @@ def test_the_better_of_two_models_of_equal_cost_is_read() -> None:
         (lambda: fit(law(0.1, 1.0, MACS), level=95), "level between 0 and 1"),
         (lambda: fit(law(0.1, 1.0, MACS), resamples=0), "a resample or more"),
         (lambda: fit(law(-0.1, 1.0, MACS)).x_at(1.0), "does not fall with macs"),
-        (lambda: fit(law(0.1, 1.0, MACS)).x_at(0.0), "an error of 0.0: ask for one above zero"),
+        (lambda: fit(law(0.1, 1.0, MACS)).x_at(0.0), "an error of 0.0: give one above zero"),
         (lambda: difference(law(0.1, 1.0, MACS), law(0.1, 1.0, MACS[:2])), "3 different macs"),
         (lambda: saving(law(0.1, 1.0, MACS), law(-0.1, 1.0, MACS)), "needs laws that fall with macs"),
         (lambda: saving(law(0.1, 1.0, MACS), law(0.1, 9.0, MACS)), "no error is reached by both: they span 0.148"),

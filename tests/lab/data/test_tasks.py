@@ -71,7 +71,7 @@ class TestTasks:
                 return os.system, ("true",)
 
         self.archive(tmp_path, {b"data": Attack(), b"labels": []}, monkeypatch)
-        with pytest.raises(DataError, match=r"asks for (posix|nt)\.system"):
+        with pytest.raises(DataError, match=r"refers to (posix|nt)\.system"):
             load("cifar10", folder=tmp_path)
 
     @pytest.mark.skipif(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from buttress.lab.data.augment import chances, crops, enlarge, random_resized_crop
+from buttress.lab.data.augment import crops, draw_uniforms, enlarge, random_resized_crop
 
 
 class TestAugmentation:
     def test_crops_lie_inside_and_have_the_drawn_shapes(self) -> None:
-        start, extent = crops(_chances(20000, seed=0), 32)
+        start, extent = crops(_uniforms(20000, seed=0), 32)
         assert (start >= 0).all()
         assert (start + extent <= 32).all()
         assert (extent >= 1).all()
@@ -45,24 +45,24 @@ class TestAugmentation:
         assert torch.equal(enlarge(images, index, corner, whole, torch.ones(3, dtype=torch.bool)), chosen.flip(-1))
 
     def test_where_no_draw_fits_the_whole_image_is_taken(self) -> None:
-        chance = _chances(2, seed=0)
-        chance[:10, 0], chance[10:20, 0] = 1.0, 0.0  # all of the area at an aspect ratio of 3/4
-        chance[:9, 1], chance[10:19, 1] = 1.0, 0.0
-        chance[9, 1], chance[19, 1] = 0.0, 0.5
-        start, extent = crops(chance, 32)
+        uniforms = _uniforms(2, seed=0)
+        uniforms[:10, 0], uniforms[10:20, 0] = 1.0, 0.0  # all of the area at an aspect ratio of 3/4
+        uniforms[:9, 1], uniforms[10:19, 1] = 1.0, 0.0
+        uniforms[9, 1], uniforms[19, 1] = 0.0, 0.5
+        start, extent = crops(uniforms, 32)
         assert start[:, 0].tolist() == [0, 0]
         assert extent[:, 0].tolist() == [32, 32]
         assert extent[:, 1].tolist() == [9, 9]  # the last try: 8 % of the area, square
 
     def test_the_same_generator_gives_the_same_images(self) -> None:
         images, index = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8), torch.arange(5)
-        first, again = (random_resized_crop(images, index, _chances(5, seed=3)) for _ in range(2))
+        first, again = (random_resized_crop(images, index, _uniforms(5, seed=3)) for _ in range(2))
         assert torch.equal(first, again)
-        assert not torch.equal(first, random_resized_crop(images, index, _chances(5, seed=4)))
+        assert not torch.equal(first, random_resized_crop(images, index, _uniforms(5, seed=4)))
 
 
-def _chances(count: int, *, seed: int) -> torch.Tensor:
-    return chances(count, torch.Generator().manual_seed(seed), torch.device("cpu"))
+def _uniforms(count: int, *, seed: int) -> torch.Tensor:
+    return draw_uniforms(count, torch.Generator().manual_seed(seed), torch.device("cpu"))
 
 
 def _area(rows: np.ndarray, size: int) -> np.ndarray:

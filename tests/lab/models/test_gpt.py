@@ -98,7 +98,7 @@ class TestModel:
 
         def words(**how: object) -> torch.Tensor:
             generator = torch.Generator().manual_seed(1)
-            stream = model.sample(start, words=50, generator=generator, **how)  # type: ignore[arg-type]
+            stream = model.sample(start, vocab=50, generator=generator, **how)  # type: ignore[arg-type]
             return torch.stack([next(stream) for _ in range(20)], 1)
 
         assert words().shape == (2, 20)

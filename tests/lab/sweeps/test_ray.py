@@ -232,10 +232,10 @@ class TestRay:
     @pytest.mark.parametrize(
         ("options", "device", "says"),
         [
-            ({"gpus": 0.0}, "cuda", "'cuda' do not go with 0 GPUs"),
-            ({"gpus": 0.5}, "cpu", "'cpu' do not go with 0.5 GPUs"),
+            ({"gpus": 0.0}, "cuda", "'cuda' cannot have 0 GPUs"),
+            ({"gpus": 0.5}, "cpu", "'cpu' cannot have 0.5 GPUs"),
             ({}, "cuda:1", "Ray chooses the GPU"),
-            ({"address": "127.0.0.1:1"}, "cpu", "connected to a Ray already"),
+            ({"address": "127.0.0.1:1"}, "cpu", "connected to Ray already"),
         ],
     )
     def test_wrong_options(self, options: dict[str, Any], device: str, says: str, tmp_path: Path) -> None:
@@ -311,8 +311,8 @@ def test_runs_share_a_gpu(tmp_path: Path) -> None:
     ("options", "says"),
     [
         (["--on", "rya"], "did you mean 'ray'"),
-        (["--on", "ray", "--workers", "2"], "--workers does not go with --on ray, which takes --address"),
-        (["--on", "local", "--address", "head:1"], "--address does not go with --on local"),
+        (["--on", "ray", "--workers", "2"], "--workers cannot be used with --on ray, which takes --address"),
+        (["--on", "local", "--address", "head:1"], "--address cannot be used with --on local"),
         (["--on", "ray", "--gpus-per-run", "2"], "GPUs per run must be between 0 and 1"),
         (["--on", "ray", "--cpus-per-run", "0"], "CPUs per run must be above 0"),
     ],

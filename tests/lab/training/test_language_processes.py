@@ -125,7 +125,7 @@ class TestOnTheGpu:
     def test_text_read_from_disk(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Launched by Python, and still the run that a graph replays from what lies on the device."""
         kept = train(self.RUN, device="cuda", data=data)
-        monkeypatch.setattr(text_task, "RESIDENT", 0)
+        monkeypatch.setattr(text_task, "MAX_RESIDENT_FRACTION", 0)
         assert load("text", folder=data, device=torch.device("cuda")).at(self.RUN).streams
         self.agree(train(self.RUN, device="cuda", data=data), kept)
 

@@ -113,7 +113,7 @@ class TestTraining:
         count = task.at(few).epoch
         assert count is not None
         assert count < 64
-        with pytest.raises(ConfigError, match=f"a batch of {count}, which is all there is of text, does not divide"):
+        with pytest.raises(ConfigError, match=rf"a batch of {count} \(all of text\) does not divide"):
             Trainer(replace(few, accumulate=64), task, CPU)
 
     def test_blaming_ends_where_the_run_was(self, data: Path) -> None:

@@ -1,4 +1,4 @@
-"""Analysis of run records: power laws, how they differ, what they save, figures, and the paper's own points."""
+"""Analysis of run records: fits of power laws, figures, reports, and the paper's published values."""
 
 from buttress.lab.analysis.fits import Difference, FitError, Point, PowerLaw, Saving, difference, fit, saving
 

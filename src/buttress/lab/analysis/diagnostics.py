@@ -53,11 +53,18 @@ class CoordinateCheck:
     rows: tuple[Coordinate, ...]
 
     def names(self, quantity: Quantity = "change") -> list[str]:
-        """Names of what was measured, in the model's order; "" is the model itself."""
+        """Names of the modules and factors that were measured, in the model's order; "" is the model itself."""
         return list(dict.fromkeys(r.name for r in self.rows if r.quantity == quantity))
 
     def series(self, name: str, quantity: Quantity = "change") -> dict[int, float]:
-        """RMS by width, averaged over steps and seeds.
+        """Average the RMS over steps and seeds.
+
+        Args:
+            name: One of `names`.
+            quantity: "feature" or "change".
+
+        Returns:
+            The RMS by width.
 
         Raises:
             RuleError: If nothing was measured under this name.
@@ -71,9 +78,14 @@ class CoordinateCheck:
         return {width: sum(v) / len(v) for width, v in sorted(values.items())}
 
     def slope(self, name: str, quantity: Quantity = "change") -> float:
-        """Exponent p of the least-squares fit RMS ~ width^p: 0 is flat, -0.5 falls as 1 / sqrt(width).
+        """Fit RMS ~ width^p by least squares. p = 0 is flat, p = -0.5 falls as 1 / sqrt(width).
 
-        NaN where fewer than two widths have a positive RMS.
+        Args:
+            name: One of `names`.
+            quantity: "feature" or "change".
+
+        Returns:
+            The exponent p; NaN if fewer than two widths have a positive RMS.
         """
         points = [(math.log(w), math.log(v)) for w, v in self.series(name, quantity).items() if v > 0]
         if len(points) < 2:
@@ -116,10 +128,14 @@ def coordinate_check(
         seeds: Number of initializations at each width.
         rule: Rule for the learning rates, as for `param_groups`.
         structure_aware: Whether factors get their own learning rates, as for `param_groups`.
-        scale: Further factors of the learning rates, as for `param_groups`.
+        scale: Further multipliers of the learning rates, as for `param_groups`.
         loss: Loss of outputs and targets.
         optimizer: Builds an optimizer from parameter groups; needed where `rule` is neither "adam" nor "sgd".
-        watch: Chooses modules to measure by name. Default: all linear layers and the model itself.
+        watch: Called with a module's name and the module; returns whether to measure it. Default: all linear layers and
+            the model itself.
+
+    Returns:
+        All measurements.
 
     Raises:
         RuleError: If an optimizer is needed and none is given.
@@ -130,7 +146,7 @@ def coordinate_check(
     """
     make_optimizer = optimizer or OPTIMIZERS.get(rule)
     if make_optimizer is None:
-        raise RuleError(f"no optimizer is known for rule {rule!r}: give one as optimizer=lambda groups: ...")
+        raise RuleError(f"rule {rule!r} has no default optimizer: give one as optimizer=lambda groups: ...")
     base = build(base_width or min(widths))
     rows: list[Coordinate] = []
     for width in widths:

@@ -22,7 +22,7 @@ Window = tuple[float, float]
 Array = NDArray[np.float64]
 
 MIN_SIZES = 3
-"""Different values of x that a law needs: two determine the line and leave no residuals."""
+"""Number of different x that a law needs: two would determine the line and leave no residuals."""
 UNITS: dict[str, str] = {"macs": "MACs", "seconds": "s"}
 
 
@@ -32,45 +32,60 @@ class FitError(ButtressError, ValueError):
 
 @dataclass(frozen=True)
 class Point:
-    """One model: its cost and its error, averaged over seeds to fit as in the paper."""
+    """One model: its cost and its error, averaged over seeds as in the paper."""
 
     macs: float
+    """Multiply-accumulates of the forward pass."""
     error: float
+    """Error or loss."""
     seconds: float | None = None
-    """Seconds of training, None where they were not measured."""
+    """Seconds of training; None if they were not measured."""
     width: int | None = None
-    """Width of the model, None where it has none."""
+    """Width of the model; None if it has none."""
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """error = scale * x ** -exponent, for x in `window`; `low` and `high` bound the exponent at `level`."""
+    """The power law error = scale * x ** -exponent, fitted to the points in a window of x."""
 
     exponent: float
+    """Exponent of the fit; positive if the error falls."""
     exponent_error: float
     """Standard error of the slope: the paper's error bar."""
     scale: float
+    """The error at x = 1."""
     low: float
+    """Lower end of the exponent's interval."""
     high: float
+    """Upper end of the exponent's interval."""
     level: float
+    """Level of the interval."""
     points: int
+    """Number of points used."""
     window: Window
     """Smallest and largest x among the points used."""
     against: Against = "macs"
+    """The quantity x: "macs" or "seconds"."""
 
     def predict(self, x: float) -> float:
         """The error at `x`, which may be outside the window."""
         return self.scale * x**-self.exponent
 
     def x_at(self, error: float) -> float:
-        """The x at which the law reaches an error, so that predict(x_at(error)) == error.
+        """Invert the law: predict(x_at(error)) == error.
+
+        Args:
+            error: The error to reach.
+
+        Returns:
+            The x at which the law reaches it.
 
         Raises:
             FitError: If the law does not fall, or the error is not above zero and finite.
         """
         if self.exponent <= 0:
             raise FitError(
-                f"this law does not fall with {self.against} (exponent {self.exponent:.3g}): there is no x for an error"
+                f"this law does not fall with {self.against} (exponent {self.exponent:.3g}): no x reaches a given error"
             )
         return _exp((math.log(self.scale) - _log(error)) / self.exponent)
 
@@ -85,11 +100,14 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two exponents, the first minus the second, with the p-value of its being zero."""
+    """The difference of two exponents, the first minus the second, and a test that it is zero."""
 
     estimate: float
+    """The difference."""
     standard_error: float
+    """Its standard error."""
     p_value: float
+    """P-value of the t-test that it is zero."""
     degrees: int
     """Degrees of freedom of the t-test: the number of points minus two for each line."""
 
@@ -99,17 +117,23 @@ class Difference:
 
 @dataclass(frozen=True)
 class Saving:
-    """How many times less compute one law needs than another for the same error."""
+    """The ratio of the compute that two laws need for the same error, with its interval."""
 
     error: float
+    """The error at which compute is compared."""
     ratio: float
+    """Compute of the costlier models divided by that of the cheaper ones, according to the laws."""
     low: float
+    """Lower end of the ratio's interval."""
     high: float
+    """Upper end of the ratio's interval."""
     level: float
+    """Level of the interval."""
     read: float | None
-    """The same ratio by interpolation between the points, without a law; None where they do not both reach the error.
-    Where it is far from `ratio`, the points bend away from their laws there."""
+    """The same ratio by interpolation between the points, without a law; None if one does not reach the error. If it is
+    far from `ratio`, the points bend away from their laws there."""
     against: Against = "macs"
+    """The quantity that is compared: "macs" or "seconds"."""
 
     def __str__(self) -> str:
         read = "" if self.read is None else f"; {self.read:.3g} read between the points"
@@ -132,11 +156,14 @@ def fit(
 
     Args:
         points: At least three points of different x, in any order.
-        against: What x is: "macs" or "seconds".
+        against: The quantity x: "macs" or "seconds".
         window: Smallest and largest x to use, bounds included. Default: all points.
         level: Level of the interval for the exponent.
         resamples: Number of bootstrap samples.
         seed: Seed of the bootstrap.
+
+    Returns:
+        The law.
 
     Raises:
         FitError: If there are too few points, or one of them has no logarithm.
@@ -172,8 +199,11 @@ def difference(
     Args:
         first: Points of one law.
         second: Points of the other law.
-        against: What x is: "macs" or "seconds".
+        against: The quantity x: "macs" or "seconds".
         window: Smallest and largest x to use, bounds included. Default: all points.
+
+    Returns:
+        The exponent of `first` minus that of `second`, and the test.
 
     Raises:
         FitError: If there are too few points, or one of them has no logarithm.
@@ -204,7 +234,7 @@ def saving(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Saving:
-    """How many times less compute one set of models needs than another for the same error.
+    """Estimate how many times less compute one set of models needs than another for the same error.
 
     The interval is too narrow where one side has 3 points and the other many: at 95 % it covered 92 % of simulated
     truths with 3 and 8 points, and 87 % where it was extrapolated.
@@ -212,13 +242,16 @@ def saving(
     Args:
         cheap: Points of the cheaper models.
         costly: Points of the costlier models.
-        error: Where to compare. Outside a window the law is extrapolated. Default: the lowest error that both reach
-            inside their windows, as points and as laws.
-        against: What x is: "macs" or "seconds".
+        error: The error at which to compare. Outside a window the law is extrapolated. Default: the lowest error that
+            both reach inside their windows, as points and as laws.
+        against: The quantity x: "macs" or "seconds".
         window: Smallest and largest x to use, bounds included. Default: all points.
         level: Level of the interval.
         resamples: Number of bootstrap samples.
         seed: Seed of the bootstrap.
+
+    Returns:
+        The ratio of compute, with its interval.
 
     Raises:
         FitError: If a law does not fall, no error is reached by both, or there are too few points.
@@ -317,7 +350,7 @@ def _interval(estimate: tuple[Array, Array], samples: tuple[Array, Array], level
 
 
 def _log_ratio(lines: Sequence[_Line], v: float) -> tuple[Array, Array]:
-    """How much further out the second line reaches v than the first, and the standard error of that."""
+    """Distance between the u at which the first and the second line reach v, and its standard error."""
     (cheap, cheap_error), (costly, costly_error) = (line.crossing(v) for line in lines)
     return costly - cheap, np.hypot(cheap_error, costly_error)
 
@@ -378,7 +411,7 @@ def _columns(points: Sequence[Point], against: Against) -> tuple[Array, Array]:
 
 def _log(error: float) -> float:
     if not 0 < error < math.inf:
-        raise FitError(f"no power law reaches an error of {error}: ask for one above zero and finite")
+        raise FitError(f"no power law reaches an error of {error}: give one above zero and finite")
     return math.log(error)
 
 

@@ -1,4 +1,4 @@
-"""From run records to the lines of a figure: which runs belong together, and the points they give."""
+"""The lines of a figure: groups of run records that belong together, and their points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Metric = Literal["train_error", "test_error", "test_loss"]
 
 @dataclass(frozen=True)
 class LineKey:
-    """What the runs of one line have in common: everything but their size, learning rate and seed."""
+    """The settings that the runs of one line share: all except size, learning rate and seed."""
 
     structure: str = "dense"
     layers: str = "all"
@@ -65,7 +65,10 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
 
     Args:
         records: Run records; those of failed runs are ignored.
-        metric: The result that becomes a point's error.
+        metric: The result to use as a point's error.
+
+    Returns:
+        The points of each line.
     """
     sizes: dict[tuple[LineKey, int], dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -84,7 +87,7 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
 
 
 def tuned(records: Iterable[Record]) -> dict[LineKey, dict[int, list[Record]]]:
-    """Finished runs by line and width, of the lines in which a width was trained at more than two learning rates."""
+    """Records of finished runs by line and width, for lines with more than two learning rates at some width."""
     runs: dict[LineKey, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for r in records:
         if r.status == "done":
@@ -101,7 +104,7 @@ def alone(record: Record) -> bool:
     return record.environment.get("at_once", "1") == "1"
 
 
-def largest(record: Record) -> list[tuple[int, float]]:
-    """By step, the largest RMS among all blocks' outputs; empty where it was not traced."""
+def largest_activations(record: Record) -> list[tuple[int, float]]:
+    """Pairs of step and largest RMS among all blocks' outputs; empty if the run did not trace them."""
     blocks = [pairs for name, pairs in record.metrics.items() if name.startswith("activation/")]
     return [(pairs[0][0], max(size for _, size in pairs)) for pairs in zip(*blocks, strict=True)]

@@ -31,12 +31,15 @@ details { margin: .8rem 0; } summary { cursor: pointer; color: var(--soft); }
 
 
 def html_page(title: str, introduction: str, body: str) -> str:
-    """A page that needs no other file: no script, no font, no link.
+    """A self-contained page, without scripts, fonts or links.
 
     Args:
         title: Text of the title.
         introduction: HTML below the title.
         body: HTML of the rest.
+
+    Returns:
+        The page.
     """
     return (
         "<!doctype html>\n<html lang='en'>\n<head><meta charset='utf-8'>"

@@ -1,6 +1,6 @@
-"""The numbers of the paper: "Compute Better Spent: Replacing Dense Layers with Structured Matrices" (ICML 2024).
+"""Published values of the paper "Compute Better Spent: Replacing Dense Layers with Structured Matrices" (ICML 2024).
 
-The paper prints no tables of them: they were read off its figures, by pixel, for its MLP on CIFAR-10, where "train
+The paper has no tables of these values. They were read off its figures, by pixel, for its MLP on CIFAR-10, where "train
 error" is measured under augmentation and mixup. MACs are what the paper calls FLOPs. Structures are named as `parse`
 reads them, learning rates are "aware" (of the structure) or "naive" (the dense layer's rate for every factor). The
 numbers are in a JSON file next to this module, so that no code names a structure.

@@ -21,13 +21,13 @@ from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
 SHOWN_ROWS = 24
-"""Largest number of runs whose table is shown unfolded."""
+"""Largest number of rows of a table that is shown unfolded."""
 VARIED = ("structure", "width", "heads", "layers", "aware", "lr", "seed", "normalize", "accumulate")
 """Fields that may differ within one experiment; all others are its setting."""
 
 
 def report(records: Iterable[Record], path: Path | str, title: str = "Runs") -> Path:
-    """Write the page.
+    """Write a self-contained HTML page about runs.
 
     Runs that differ only in structure, size, learning rate or seed form one experiment, which gets a section.
 
@@ -43,19 +43,20 @@ def report(records: Iterable[Record], path: Path | str, title: str = "Runs") -> 
         ButtressError: If there are no records.
         MissingExtraError: If matplotlib or scipy is not installed.
     """
-    every = list(records)
-    if not every:
+    all_records = list(records)
+    if not all_records:
         raise ButtressError("there are no records to report on: run `buttress train` or `buttress sweep` first")
     groups: dict[Run, list[Record]] = defaultdict(list)
-    for record in every:
+    for record in all_records:
         groups[_setting(record.run)].append(record)
     body = "".join(_experiment(Experiment(setting, group)) for setting, group in groups.items())
-    write_text(Path(path), html_page(title, _summary(every), body + _failures(every) + _machines(every)))
+    appendix = _failures(all_records) + _machines(all_records)
+    write_text(Path(path), html_page(title, _summary(all_records), body + appendix))
     return Path(path)
 
 
 def _setting(run: Run) -> Run:
-    """What a run has in common with the others of its experiment."""
+    """The settings that a run shares with the others of its experiment, as a run."""
     return Run.from_dict(asdict(run) | {f.name: f.default for f in fields(Run) if f.name in VARIED})
 
 
@@ -69,7 +70,7 @@ def _summary(records: Sequence[Record]) -> str:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs with one setting."""
+    """Runs that share all fields except those in `VARIED`."""
 
     setting: Run
     records: Sequence[Record]
@@ -101,7 +102,7 @@ class Experiment:
 
     @property
     def topic(self) -> str:
-        """What it varies, for the heading."""
+        """The varied quantity, for the heading."""
         if self.setting.probe:
             return "feature updates"
         if self.setting.trace:
@@ -114,11 +115,11 @@ def _experiment(e: Experiment) -> str:
     if not e.done:
         return ""
     head = f"<h2>{escape(e.setting.task)}, {escape(e.setting.model)}: {e.topic}</h2>\n"
-    head += f"<p class='soft'>{escape(_described(e.setting))}</p>\n"
+    head += f"<p class='soft'>{escape(_describe_setting(e.setting))}</p>\n"
     return head + "".join(section(e) for applies, section in SECTIONS if applies(e))
 
 
-def _described(setting: Run) -> str:
+def _describe_setting(setting: Run) -> str:
     text = f"{setting.steps:,} steps of {setting.batch}, {setting.optimizer}, {setting.schedule} schedule"
     text += f", depth {setting.depth}" + (f", sequences of {setting.context} tokens" if setting.task == "text" else "")
     extras = [("mixup", setting.mixup), ("label smoothing", setting.smoothing), ("weight decay", setting.weight_decay)]
@@ -296,7 +297,7 @@ SECTIONS: tuple[tuple[Callable[[Experiment], bool], Callable[[Experiment], str]]
     (_always, _table),
     (_always, _commands),
 )
-"""Which experiments have a section, and what it says, in the order of the page. An empty text leaves it out."""
+"""Sections in the order of the page: whether an experiment has the section, and its HTML, which may be empty."""
 
 
 def command(run: Run) -> str:

@@ -12,50 +12,56 @@ import torch
 from torch import Tensor
 
 TRIES = 10
+"""Attempts to draw a crop that fits."""
 AREA = (0.08, 1.0)
 """Range of a crop's area, as a fraction of the image."""
 ASPECT = (log(3 / 4), log(4 / 3))
 """Range of the logarithm of a crop's aspect ratio."""
-CHANCES = 2 * TRIES + 3
-"""Uniform numbers per image: areas, aspect ratios, the crop's corner, and whether to flip."""
+UNIFORMS_PER_IMAGE = 2 * TRIES + 3
+"""Random numbers per image: areas, aspect ratios, the crop's corner, and whether to flip."""
 
 
-def chances(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """The random numbers for a batch of images, uniform in [0, 1).
+def draw_uniforms(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Draw the random numbers for a batch of images, uniform in [0, 1).
+
+    Args:
+        count: Number of images.
+        generator: Random number generator of the device.
+        device: Device of the images.
 
     Shape:
-        `(CHANCES, count)`.
+        Returns `(UNIFORMS_PER_IMAGE, count)`.
     """
-    return torch.rand(CHANCES, count, generator=generator, device=device)
+    return torch.rand(UNIFORMS_PER_IMAGE, count, generator=generator, device=device)
 
 
-def crops(chance: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def crops(uniforms: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Corners and extents of random crops of a square image, as whole pixels.
 
     Area and the logarithm of the aspect ratio are uniform. A crop that does not fit is drawn again, up to ten times;
     after that the whole image is used.
 
     Args:
-        chance: Random numbers from `chances`.
+        uniforms: Random numbers from `draw_uniforms`.
         size: Pixels per side of the image.
 
     Shape:
-        `chance` is `(CHANCES, count)`. The result is (top, left) and (height, width), each `(2, count)`.
+        `uniforms` is `(UNIFORMS_PER_IMAGE, count)`. The result is (top, left) and (height, width), each `(2, count)`.
     """
-    area = (AREA[0] + (AREA[1] - AREA[0]) * chance[:TRIES]) * (size * size)
-    ratio = torch.exp(ASPECT[0] + (ASPECT[1] - ASPECT[0]) * chance[TRIES : 2 * TRIES])
+    area = (AREA[0] + (AREA[1] - AREA[0]) * uniforms[:TRIES]) * (size * size)
+    ratio = torch.exp(ASPECT[0] + (ASPECT[1] - ASPECT[0]) * uniforms[TRIES : 2 * TRIES])
     sides = torch.stack(((area / ratio).sqrt(), (area * ratio).sqrt())).round()
     fits = ((sides > 0) & (sides <= size)).all(0)
     first = fits & (fits.cumsum(0) == 1)
     extent = torch.where(fits.any(0), torch.where(first, sides, 0).sum(1), size)
-    start = (chance[2 * TRIES : 2 * TRIES + 2] * (size - extent + 1)).floor()
+    start = (uniforms[2 * TRIES : 2 * TRIES + 2] * (size - extent + 1)).floor()
     return start, extent
 
 
 def taps(start: Tensor, extent: Tensor, pixels: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The two source pixels of each output pixel along one axis, and the weight of the second.
 
-    The rule that OpenCV calls INTER_AREA when it enlarges. With scale = extent / size, output d interpolates between
+    This is OpenCV's INTER_AREA for enlarging. With scale = extent / size, output d interpolates between
     source s = floor(d * scale) and s + 1, with weight f = (d + 1) - (s + 1) / scale for the latter, 0 where that is
     negative: close to nearest, linear at the seams.
 
@@ -107,12 +113,17 @@ def enlarge(images: Tensor, index: Tensor, start: Tensor, extent: Tensor, flip: 
     return torch.lerp(row(left), row(right), over).round()
 
 
-def random_resized_crop(images: Tensor, index: Tensor, chance: Tensor) -> Tensor:
+def random_resized_crop(images: Tensor, index: Tensor, uniforms: Tensor) -> Tensor:
     """A random crop of each of images[index], flipped half of the time, enlarged to the images' size.
 
+    Args:
+        images: Images of any dtype.
+        index: Which images to crop.
+        uniforms: Random numbers from `draw_uniforms`.
+
     Shape:
-        `images` is `(N, C, size, size)`, `index` is `(count,)`, `chance` is `(CHANCES, count)` as `chances` draws it.
-        The result is `(count, C, size, size)`.
+        `images` is `(N, C, size, size)`, `index` is `(count,)`, `uniforms` is `(UNIFORMS_PER_IMAGE, count)`. The result
+        is `(count, C, size, size)`.
     """
-    start, extent = crops(chance, images.shape[-1])
-    return enlarge(images, index, start, extent, chance[-1] < 0.5)
+    start, extent = crops(uniforms, images.shape[-1])
+    return enlarge(images, index, start, extent, uniforms[-1] < 0.5)

@@ -23,18 +23,18 @@ _REGISTRY: dict[str, type[Task]] = {}
 
 
 class DataError(ButtressError, FileNotFoundError):
-    """Data that is missing, or is not what it should be."""
+    """Data that is missing, damaged or unsuitable."""
 
 
 class Task(ABC):
     """A data set on a device, with the inputs and targets that a model trains on.
 
-    Random numbers come from generators or seeds that the caller passes, so that a run can be repeated and resumed.
+    Random numbers are drawn from generators or seeds that the caller passes, so that a run can be repeated and resumed.
     A subclass registers itself with the decorator `task`.
 
     Args:
-        device: Where inputs and targets are created.
-        folder: Where to look for files, None where no folder is given.
+        device: Device of inputs and targets.
+        folder: The data folder, or None.
 
     Example:
         >>> data = load("digits")
@@ -46,7 +46,7 @@ class Task(ABC):
     name: ClassVar[str]
     """The name in the registry, which is also `Run.task`."""
     language: ClassVar[bool] = False
-    """Whether inputs are tokens and targets the tokens that follow them. The model then computes its own loss."""
+    """Whether inputs are tokens and targets are the next tokens. The model then computes its own loss."""
     streams: bool = False
     """Whether examples are read on the host during training. `draw` then returns the batches in the order that was
     passed to `prefetch`, and cannot be captured in a CUDA graph."""
@@ -55,7 +55,7 @@ class Task(ABC):
     classes: int
     """Number of classes, or the vocabulary's size where the task is a language."""
     epoch: int | None
-    """Examples in one pass; None where data never runs out."""
+    """Number of training examples; None if they are unlimited."""
 
     @abstractmethod
     def __init__(self, device: torch.device, folder: Path | None) -> None: ...
@@ -81,7 +81,7 @@ class Task(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the data behind the name; a run resumes only on data with the same fingerprint."""
+        """Identifies the data; a run resumes only on data with the same fingerprint."""
         return ""
 
     @property
@@ -91,11 +91,11 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Augmented inputs and targets of training examples.
+        """Draw augmented inputs and targets of training examples.
 
         Args:
             index: Indices of the examples, on the task's device.
-            generator: Source of the augmentation's random numbers. A task that `streams` uses the seeds that were
+            generator: Random number generator of the augmentation. A task that `streams` uses the seeds that were
                 passed to `prefetch` instead.
 
         Shape:
@@ -104,20 +104,22 @@ class Task(ABC):
         """
 
     def prefetch(self, batches: Iterable[Batch], shard: slice = slice(None)) -> None:  # noqa: B027  (optional)
-        """Start to read the batches that come next, where the task `streams`; `draw` then returns them in order.
+        """Start to read the next batches, if the task `streams`; `draw` then returns them in order.
 
         Args:
             batches: Seed and example indices of each batch.
-            shard: The part of each batch that this process trains on. Random numbers of an example do not depend on
-                it.
+            shard: This process's slice of each batch. The random numbers of an example do not depend on it.
         """
 
     @abstractmethod
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of the test set, without augmentation.
+        """Read the test set, without augmentation.
 
         Args:
             batch: Examples per batch; the last batch may have fewer.
+
+        Yields:
+            Inputs and targets of each batch.
         """
 
 
@@ -140,8 +142,11 @@ def load(name: str, device: torch.device | str = "cpu", folder: Path | str | Non
 
     Args:
         name: A registered name, such as "digits", "cifar10" or "text".
-        device: Where inputs and targets are created.
-        folder: Where to look for files. Default: $BUTTRESS_DATA.
+        device: Device of inputs and targets.
+        folder: The data folder. Default: $BUTTRESS_DATA.
+
+    Returns:
+        The task.
 
     Raises:
         DataError: If there is no such task, or its files are missing or damaged.

@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library: GPT-2's, one from a folder, or one trained on the text at hand."""
+"""Tokenizers of the `tokenizers` library: GPT-2's, one from a folder, or one trained on the text itself."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END = "<|endoftext|>"
+"""GPT-2's end-of-text token."""
 SMALLEST_VOCAB = 256 + 1
-"""Every byte, and the end-of-text token."""
+"""Number of bytes, plus the end-of-text token."""
 
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_FILES = {
@@ -31,7 +32,7 @@ FILE_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
 class Codec:
-    """A tokenizer and what a token folder stores of it.
+    """A tokenizer, with the values that a token folder stores about it.
 
     Args:
         name: The name to store: "gpt2", "train:N", or a folder's name.
@@ -47,7 +48,13 @@ class Codec:
 
 
 def vocab_to_train(name: str) -> int:
-    """N where a tokenizer is named train:N, 0 for any other name.
+    """Vocabulary size of a tokenizer that is to be trained.
+
+    Args:
+        name: Name of a tokenizer.
+
+    Returns:
+        N if the name is train:N, else 0.
 
     Raises:
         DataError: If N is no integer, or is below 257.
@@ -63,7 +70,13 @@ def vocab_to_train(name: str) -> int:
 
 
 def find(name: str) -> Codec:
-    """The tokenizer "gpt2", or the one in a folder.
+    """Load a tokenizer by name.
+
+    Args:
+        name: "gpt2", or the path of a folder with a tokenizer's files.
+
+    Returns:
+        The tokenizer.
 
     Raises:
         DataError: If its files are missing or cannot be read.
@@ -81,11 +94,14 @@ def find(name: str) -> Codec:
 
 
 def train(texts: Iterator[list[str]], vocab: int) -> Codec:
-    """A byte-level BPE like GPT-2's, trained on texts.
+    """Train a byte-level BPE like GPT-2's on texts.
 
     Args:
         texts: Lists of texts.
-        vocab: Size of the vocabulary. It comes out smaller where the texts have no more pairs to merge.
+        vocab: Largest size of the vocabulary. It is smaller if the texts have no more pairs to merge.
+
+    Returns:
+        The trained tokenizer.
     """
     library = _library()
     tokenizer = _byte_level(b"{}", b"")
@@ -100,7 +116,7 @@ def train(texts: Iterator[list[str]], vocab: int) -> Codec:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`."""
+    """Load the tokenizer in a `tokenizer.json`."""
     return _encoding_everything(_library().Tokenizer.from_file(str(path)))
 
 
@@ -113,7 +129,7 @@ def _library() -> Any:
 
 
 def _encoding_everything(tokenizer: Tokenizer) -> Tokenizer:
-    """Set a tokenizer to encode the whole text and nothing else; a special token spelled out in it is text, too."""
+    """Set a tokenizer to encode the whole text, without additions, and special tokens in it like other text."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -144,7 +160,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         for vocab, merges in FILE_PAIRS:
             if (folder / vocab).is_file() and (folder / merges).is_file():
                 return _byte_level((folder / vocab).read_bytes(), (folder / merges).read_bytes())
-    except Exception as error:  # the library raises no narrower one
+    except Exception as error:  # the library raises no narrower type
         raise DataError(f"the tokenizer in {folder} cannot be read: {error}") from error
     pairs = ", or ".join(" and ".join(pair) for pair in FILE_PAIRS)
     raise DataError(f"{folder} has no tokenizer: it needs tokenizer.json, or {pairs}")
@@ -157,7 +173,7 @@ def _end_token(folder: Path, tokenizer: Tokenizer) -> str:
     for name in (END, eos["content"] if isinstance(eos, dict) else eos):
         if name is not None and tokenizer.token_to_id(name) is not None:
             return str(name)
-    raise DataError(f"the tokenizer in {folder} knows neither {END} nor an eos_token named in {config.name}")
+    raise DataError(f"the tokenizer in {folder} has neither {END} nor the eos_token that {config.name} names")
 
 
 def _byte_level(vocab: bytes, merges: bytes) -> Tokenizer:

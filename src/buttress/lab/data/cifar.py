@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from buttress import MissingExtraError
-from buttress.lab.data.augment import chances, random_resized_crop
+from buttress.lab.data.augment import draw_uniforms, random_resized_crop
 from buttress.lab.data.base import DataError, Task, task
 
 Bytes = npt.NDArray[np.uint8]
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # CIFAR-10's, used for both, as in the paper's code
-PACKED = {
+PIXEL_SHA256 = {
     "train": "47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
     "test": "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
 }
@@ -62,14 +62,14 @@ class _Cifar(Task):
         )
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Pixels from 0 to 255 with the channels' mean subtracted, divided by their standard deviation."""
+        """Normalize pixels from 0 to 255 by the mean and standard deviation of each channel."""
         return (images - self.mean) / self.std
 
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return self.augment(index, chances(len(index), generator, index.device)), self.y[index]
+        return self.augment(index, draw_uniforms(len(index), generator, index.device)), self.y[index]
 
-    def _augment(self, index: Tensor, chance: Tensor) -> Tensor:
-        return self.normalize(random_resized_crop(self.x, index, chance))
+    def _augment(self, index: Tensor, uniforms: Tensor) -> Tensor:
+        return self.normalize(random_resized_crop(self.x, index, uniforms))
 
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in zip(self.test_x.split(batch), self.test_y.split(batch), strict=True):
@@ -95,7 +95,7 @@ class Cifar100(_Cifar):
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads the official archives, which are pickles, and refuses anything that could run code."""
+    """Reads the official archives, which are pickles, and raises on anything that could run code."""
 
     ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         try:
             return self.ALLOWED[module, name]
         except KeyError:
-            raise DataError(f"the archive asks for {module}.{name}, which no CIFAR archive does") from None
+            raise DataError(f"the archive refers to {module}.{name}, which no CIFAR archive does") from None
 
 
 def _read_archive(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
@@ -154,8 +154,10 @@ def _read_mosaics(folder: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
     complete = {"test": test} | ({"train": np.concatenate(train)} if numbers == list(range(5)) else {})
     for name, pixels in complete.items():
         actual = hashlib.sha256(pixels.tobytes()).hexdigest()
-        if actual != PACKED[name]:
-            raise DataError(f"the {name} images in {folder} are damaged: their SHA-256 is {actual}, not {PACKED[name]}")
+        if actual != PIXEL_SHA256[name]:
+            raise DataError(
+                f"the {name} images in {folder} are damaged: their SHA-256 is {actual}, not {PIXEL_SHA256[name]}"
+            )
     return np.concatenate(train), train_y, test, test_y
 
 

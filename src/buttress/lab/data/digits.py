@@ -1,4 +1,4 @@
-"""scikit-learn's digits: 1797 images of 8 × 8 pixels that come with that library, so that no file is needed."""
+"""scikit-learn's digits: 1797 images of 8 × 8 pixels that the library includes, so that no file is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from buttress import MissingExtraError
 from buttress.lab.data.base import Task, task
 
 TRAINING = 1297
-"""Examples to train on; the other 500 are the test set."""
+"""Number of training examples; the other 500 are the test set."""
 
 
 @task("digits")
@@ -28,7 +28,7 @@ class Digits(Task):
         try:
             from sklearn.datasets import load_digits
         except ImportError:
-            raise MissingExtraError("the digits come with scikit-learn: pip install 'buttress[lab]'") from None
+            raise MissingExtraError("the digits need scikit-learn: pip install 'buttress[lab]'") from None
         images, labels = load_digits(return_X_y=True)
         # One fixed shuffle, because the file is ordered by writer and the test set should not be.
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from buttress import MissingExtraError
 from buttress.lab.data.base import DataError
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of text that are tokenized at a time. After each chunk the work can be resumed."""
+"""Bytes of text that are tokenized at a time. Work can be resumed after each chunk."""
 PIECE_BYTES = 1 << 20
 """Bytes above which a document is split into pieces."""
 OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
@@ -33,19 +33,19 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a part of a long one."""
+    """A document, or a section of a long one."""
 
     text: bytes
     ends: bool
     """Whether the document ends with it."""
     position: int | None
-    """Where its source continues after it; None where that cannot be resumed."""
+    """Position in the source after this piece; None if the source cannot be resumed there."""
     bytes_read: int
-    """Bytes of the source, as stored, up to its end."""
+    """Bytes of the source, as stored, up to the end of this piece."""
 
 
 Chunk = list[tuple[str, Piece]]
-"""Pieces, each with its split; after the last one the work can be resumed."""
+"""Pieces with their splits; work can be resumed after the last one."""
 
 
 class Source(ABC):
@@ -53,21 +53,24 @@ class Source(ABC):
 
     name: str
     size: int | None
-    """Size in bytes, as stored; None where it is unknown."""
+    """Size in bytes, as stored; None if it is unknown."""
     val: float
     """Fraction of its documents for validation."""
 
     @abstractmethod
     def facts(self) -> Facts:
-        """What identifies the source and its content."""
+        """Values that identify the source and its content."""
 
     @abstractmethod
     def pieces(self, position: int, inside: bool) -> Iterator[Piece]:
-        """All pieces from a position on; how documents are cut depends on the documents alone.
+        """Read all pieces from a position on. The cuts depend on the documents alone, not on the position.
 
         Args:
-            position: Where to start: 0, or the `position` of an earlier piece.
+            position: Position to start at: 0, or the `position` of an earlier piece.
             inside: Whether the position is inside a document.
+
+        Yields:
+            The pieces.
         """
 
     def split_of(self, start: bytes) -> str:
@@ -76,11 +79,14 @@ class Source(ABC):
         return "val" if fraction < self.val * 2**64 else "train"
 
     def chunks(self, position: int = 0, open_split: str = "") -> Iterator[Chunk]:
-        """All pieces from a position on, in chunks. The next chunk is read while the caller works on one.
+        """Read all pieces from a position on, in chunks. The next chunk is read while the caller processes one.
 
         Args:
-            position: Where to start.
-            open_split: Split of the document that the position is inside of, if it is inside of one.
+            position: Position to start at.
+            open_split: Split of the document that contains the position; empty if it is between documents.
+
+        Yields:
+            The chunks.
         """
         with ThreadPoolExecutor(1) as reader:
             chunks = self._chunks(position, open_split)
@@ -104,7 +110,13 @@ class Source(ABC):
             yield chunk
 
     def decode(self, piece: Piece) -> str:
-        """A piece as text.
+        """Decode a piece to text.
+
+        Args:
+            piece: A piece of this source.
+
+        Returns:
+            Its text.
 
         Raises:
             DataError: If it is not UTF-8.
@@ -161,7 +173,7 @@ class TextFile(Source):
 
 
 class DatasetRows(Source):
-    """The column `text` in the training split of a Hugging Face dataset: a document per row, none stored on disk."""
+    """The column `text` in the training split of a Hugging Face dataset, streamed: one document per row."""
 
     def __init__(self, name: str, val: float) -> None:
         try:
@@ -206,13 +218,16 @@ class DatasetRows(Source):
 def open_sources(
     texts: Sequence[Path | str], dataset: str | None, val: Path | str | float, separator: str
 ) -> list[Source]:
-    """The sources to tokenize: text files, a dataset, and the validation file if `val` names one.
+    """Open the sources to tokenize: text files, a dataset, and the validation file if `val` names one.
 
     Args:
         texts: Text files.
         dataset: A Hugging Face dataset, as `DatasetRows` takes it.
         val: A text file for validation, or the fraction of documents for it.
         separator: The line between two documents of a text file.
+
+    Returns:
+        The sources, in the order in which they are read.
 
     Raises:
         DataError: If there is nothing to read, or an argument is impossible.
@@ -239,7 +254,7 @@ def sha256(path: Path) -> str:
 
 
 def _fraction(val: Path | str | float) -> float | None:
-    """A fraction, or None where `val` is the name of a file."""
+    """A fraction, or None if `val` is the name of a file."""
     try:
         return float(str(val))
     except ValueError:
@@ -251,12 +266,12 @@ def _without_newline(text: bytearray) -> bytes:
 
 
 def _cut_position(text: bytes | bytearray) -> int:
-    """Where the first piece of a longer text ends: before white space, where a token of GPT-2 always ends."""
+    """End of the first piece of a longer text: before white space, where a GPT-2 token always ends."""
     for i in range(PIECE_BYTES, 0, -1):
         if text[i] in b" \n":
             before = text[max(i - 4, 0) : i].decode(errors="ignore")
             if before and not before[-1].isspace():
                 return i
-    # There is none: cut between two characters, but not inside \r\n.
+    # Without white space: cut between two characters, but not inside \r\n.
     last = range(PIECE_BYTES, PIECE_BYTES - 4, -1)
     return next((i for i in last if text[i] & 0xC0 != 0x80 and text[i] != ord("\n")), PIECE_BYTES)

@@ -1,4 +1,4 @@
-"""ImageNet, or other images in a folder per class, read from disk by worker processes and augmented there by timm."""
+"""ImageNet, or other images in one folder per class, read by worker processes and augmented there by timm."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from buttress import MissingExtraError
+from buttress.compression.calibration_data import IMAGE_SUFFIXES
 from buttress.lab.data.base import Batch, DataError, Task, task
 
 SIZE = 224
-SUFFIXES = {".jpeg", ".jpg", ".png", ".webp", ".bmp"}
+"""Pixels per side of an input."""
 Pick = tuple[int, int]
 """An image's index, and the seed of its augmentation."""
 Transform = Callable[[Any], Tensor]
@@ -69,12 +70,12 @@ class ImageNet(Task):
             num_workers=workers,
             multiprocessing_context=_worker_context() if workers else None,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # otherwise it draws a number from the global generator
+            generator=torch.Generator(),  # otherwise it would draw from the global generator
         )
 
 
 def _worker_context() -> Any:
-    """How workers start: by fork, except next to the threads of a process group, whose locks a fork may copy."""
+    """Start method of workers: fork, but not next to the threads of a process group, whose locks a fork may copy."""
     if not dist.is_initialized():
         return None
     context = multiprocessing.get_context("forkserver")
@@ -92,7 +93,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
             (path, label)
             for label, name in enumerate(self.classes)
             for path in sorted((root / name).iterdir())
-            if path.suffix.lower() in SUFFIXES
+            if path.suffix.lower() in IMAGE_SUFFIXES
         ]
         if not self.files:
             raise DataError(f"{root} has no images: it needs a subfolder for each class, with image files in it")

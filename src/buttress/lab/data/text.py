@@ -17,7 +17,7 @@ from buttress.lab.data.base import DataError, Task, task
 from buttress.lab.data.tokens import Tokens, about, read
 from buttress.lab.runs.config import Run
 
-RESIDENT = 1 / 8
+MAX_RESIDENT_FRACTION = 1 / 8
 """Fraction of a GPU's memory that a corpus may take; a larger one stays on disk and is read during training."""
 
 
@@ -25,7 +25,7 @@ RESIDENT = 1 / 8
 class Text(Task):
     """Consecutive sequences of a corpus; each epoch visits all of them in a new order.
 
-    `at` opens the corpus, so that `shape`, `classes` and `epoch` exist only afterwards.
+    `shape`, `classes` and `epoch` exist only in the task that `at` returns, which has opened the corpus.
     """
 
     language = True
@@ -34,7 +34,13 @@ class Text(Task):
         self.device, self.folder = device, folder
 
     def at(self, run: Run) -> Text:
-        """The corpus that the run names, in sequences of its context.
+        """Open the corpus that the run names, in sequences of its context.
+
+        Args:
+            run: The run.
+
+        Returns:
+            The task with the open corpus.
 
         Raises:
             DataError: If the corpus is missing, damaged, or shorter than one sequence.
@@ -64,7 +70,8 @@ class Text(Task):
         checksums = "".join(facts["splits"][split]["sha256"] for split in ("train", "val"))
         self._fingerprint = f"{self.tokens.tokenizer} {hashlib.sha256(checksums.encode()).hexdigest()[:12]}"
         self.offsets = torch.arange(context + 1, device=self.device)
-        self.streams = self.device.type == "cuda" and 4 * len(self.tokens.train) > RESIDENT * _memory(self.device)
+        resident_bytes = 4 * len(self.tokens.train)
+        self.streams = self.device.type == "cuda" and resident_bytes > MAX_RESIDENT_FRACTION * _memory(self.device)
 
     @property
     def fingerprint(self) -> str:
@@ -99,7 +106,7 @@ class Text(Task):
             yield ids[:, :-1], ids[:, 1:]
 
 
-@lru_cache(maxsize=1)  # several runs of a sweep read the same corpus
+@lru_cache(maxsize=1)  # a sweep's runs share the corpus
 def _resident(folder: Path, fingerprint: str, device: torch.device) -> Tensor:
     """The training text on a device."""
     return torch.from_numpy(read(folder, verify=False).train.astype(np.int32)).to(device)

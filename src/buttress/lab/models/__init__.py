@@ -1,4 +1,4 @@
-"""Models of the paper, built from plain nn.Linear; `buttress.replace_` makes them structured."""
+"""The models of the paper, built from nn.Linear. `buttress.replace_` turns them into structured models."""
 
 from buttress.lab.models.gpt import GPT
 from buttress.lab.models.mlp import MLP, start_

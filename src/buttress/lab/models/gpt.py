@@ -80,13 +80,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def sample(
-        self, tokens: Tensor, *, words: int, temperature: float = 1.0, top: int = 50, generator: torch.Generator | None
+        self, tokens: Tensor, *, vocab: int, temperature: float = 1.0, top: int = 50, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
         """Generate the tokens that continue a text, one at a time.
 
         Args:
             tokens: The text so far.
-            words: Size of the tokenizer's vocabulary; tokens that only pad the model's vocabulary are never drawn.
+            vocab: Size of the tokenizer's vocabulary; tokens that only pad the model's vocabulary are never drawn.
             temperature: Divides the logits; 0 picks the most likely token.
             top: Number of most likely tokens to draw from.
             generator: Source of random numbers. Default: the global one.
@@ -95,8 +95,8 @@ class GPT(nn.Module):
             `tokens` is `(N, length)`; each item is `(N,)`.
         """
         for _ in range(self.context * 1000):
-            logits = self(tokens[:, -self.context :])[:, -1, :words].float()
-            best = logits.topk(min(top, words))
+            logits = self(tokens[:, -self.context :])[:, -1, :vocab].float()
+            best = logits.topk(min(top, vocab))
             if temperature > 0:
                 chosen = torch.multinomial((best.values / temperature).softmax(-1), 1, generator=generator)
             else:

@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """The residual MLP: input layer, GELU, residual blocks, and a head that starts at zero, without a norm before it.
+    """A residual MLP: an input layer, GELU, residual blocks, and a head that is initialized to zero.
 
     Args:
         d_in: Numbers per input.

@@ -1,4 +1,4 @@
-"""The configuration of a training run: a frozen dataclass with a text form and a key. This module needs no torch."""
+"""The configuration of a training run: a frozen dataclass with a JSON form and a key. It needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from buttress import ButtressError, parse
 from buttress.suggestions import did_you_mean
@@ -22,18 +22,18 @@ Schedule = Literal["cosine", "constant"]
 Precision = Literal["float32", "tf32", "bfloat16"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "layers": ("all", "every", "hidden", "ffn"),
-    "schedule": ("cosine", "constant"),
-    "precision": ("float32", "tf32", "bfloat16"),
+    "layers": get_args(Layers),
+    "schedule": get_args(Schedule),
+    "precision": get_args(Precision),
     "optimizer": ("adam", "adamw", "sgd"),
 }
-"""Valid values of the fields that take one of a few words."""
+"""Valid values of the fields that have a fixed set of them."""
 
 POSITIVE = ("width", "depth", "heads", "batch", "steps", "base_width", "context", "accumulate")
 """Fields that must be at least 1."""
 
 TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float}
-"""Types by the annotation of a field; every other field is a text."""
+"""Types by the annotation of a field; all other fields are strings."""
 
 DESCRIPTIONS: dict[type, str] = {bool: "True or False", int: "an integer", float: "a number", str: "a text"}
 """Types as error messages name them."""
@@ -41,7 +41,9 @@ DESCRIPTIONS: dict[type, str] = {bool: "True or False", int: "an integer", float
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that decides a result. Two runs with equal fields are the same run.
+    """The configuration of a training run: all settings that its result depends on.
+
+    Two runs with equal fields are the same run, and have the same key.
 
     Example:
         >>> run = Run(task="digits", structure="btt(rank=2)", width=128)
@@ -56,17 +58,17 @@ class Run:
     task: str = "digits"
     """Name of the task, such as digits, cifar10, imagenet, teacher or text."""
     corpus: str = ""
-    """For text: the token folder inside the data folder. Default: the data folder itself."""
+    """Token folder of a text task, inside the data folder; empty uses the data folder itself."""
     context: int = 512
-    """For text: tokens per sequence."""
+    """Tokens per sequence of a text task."""
     model: str = "mlp"
-    """Architecture: mlp, vit or gpt."""
+    """Architecture of the model: mlp, vit or gpt."""
     width: int = 64
-    """Width of the model."""
+    """Width of the model: the size of its hidden states."""
     depth: int = 3
-    """Number of blocks."""
+    """Number of residual blocks of an MLP, or of pairs of attention and FFN in a ViT or GPT."""
     heads: int = 8
-    """Attention heads of a ViT or GPT."""
+    """Number of attention heads of a ViT or GPT."""
     head_width: int = 0
     """Width of each attention head of a GPT; 0 divides the model's width among the heads."""
     bias: bool = True
@@ -74,53 +76,54 @@ class Run:
     structure: str = ""
     """Structure of the linear layers, in the form that `parse` reads; empty leaves the model dense."""
     layers: Layers = "all"
-    """Which linear layers are structured: all (but the head), every (one), hidden (neither input nor head), or ffn."""
+    """Linear layers that get the structure: all except the head (all), all including the head (every), all except the
+    input layer and the head (hidden), or those of the FFNs (ffn)."""
     aware: bool = True
-    """Structure-aware learning rates; if false, every factor gets the learning rate of the dense layer."""
+    """Whether factors get structure-aware learning rates; if false, they get the learning rate of the dense layer."""
     normalize: bool = False
-    """Normalize the weights of structured layers, with a learned gain per factor."""
+    """Whether to normalize the weights of structured layers, with a learned gain per factor."""
     optimizer: str = "adam"
-    """Optimizer: adam, adamw or sgd."""
+    """Optimizer of the run: adam, adamw or sgd."""
     lr: float = 3e-3
     """Peak learning rate at `base_width`; it is transferred to `width`."""
     base_width: int = 64
     """Width at which `lr` was tuned."""
     input_scale: float = 1.0
-    """Additional factor on the input layer's learning rate."""
+    """Additional multiplier of the input layer's learning rate."""
     down_scale: float = 1.0
-    """Additional factor on the learning rate of the second layer of each FFN."""
+    """Additional multiplier of the learning rate of the second layer in each FFN."""
     weight_decay: float = 0.0
-    """Weight decay."""
+    """Weight decay, as the optimizer defines it."""
     schedule: Schedule = "cosine"
     """Learning-rate schedule after the warmup: cosine or constant."""
     warmup: int = 0
-    """Steps of linear warmup."""
+    """Number of steps of linear learning-rate warmup."""
     final: float = 0.0
-    """Fraction of the learning rate at which a cosine schedule ends."""
+    """Final value of a cosine schedule, as a fraction of the peak learning rate."""
     batch: int = 256
-    """Examples per step."""
+    """Number of examples per step."""
     accumulate: int = 1
-    """Microbatches per batch, processed one at a time: less memory, the same step."""
+    """Number of microbatches per batch, processed one at a time to save memory; the step stays the same."""
     steps: int = 1000
-    """Training steps."""
+    """Number of training steps."""
     smoothing: float = 0.0
-    """Label smoothing."""
+    """Label smoothing: the fraction of each target that is spread over all classes."""
     mixup: float = 0.0
-    """Both parameters of the Beta distribution of mixup; 0 turns mixup off."""
+    """Both parameters of the Beta distribution from which mixup draws its weights; 0 turns mixup off."""
     clip: float = 0.0
-    """Largest norm of all gradients together; 0 turns clipping off."""
+    """Norm to which the gradient of all parameters together is clipped; 0 turns clipping off."""
     beta2: float = 0.999
-    """Adam's decay rate of squared gradients."""
+    """Decay rate of Adam's average of squared gradients."""
     precision: Precision = "float32"
-    """Precision of matrix products: float32, tf32 or bfloat16 (autocast)."""
+    """Precision of matmuls: float32, tf32, or bfloat16 by autocast."""
     probe: bool = False
-    """Measure how much each step changes the output of the last block."""
+    """Whether to measure how much each step changes the output of the last block."""
     evaluate: int = 0
-    """Steps between evaluations on the test set; 0 evaluates at the end only."""
+    """Number of steps between evaluations on the test set; 0 evaluates at the end only."""
     trace: int = 0
-    """Steps between measurements of the norms of activations, factors, gains and gradients; 0 takes none."""
+    """Number of steps between measurements of the norms of activations, factors, gains and gradients; 0 takes none."""
     seed: int = 0
-    """Seed of the initialization, of the data order and of augmentation."""
+    """Random seed of the initialization, the data order and the augmentation."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -181,7 +184,13 @@ class Run:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
-        """A run from field names and values.
+        """Build a run from field names and values.
+
+        Args:
+            data: Values by field name; missing fields have their defaults.
+
+        Returns:
+            The run.
 
         Raises:
             ConfigError: If a name is no field of a run.
@@ -205,7 +214,7 @@ def _check_name(name: str) -> None:
 
 
 def with_fields(run: Run, settings: Iterable[str]) -> Run:
-    """A copy of a run with some fields set by texts.
+    """Copy a run and set fields of the copy from texts.
 
     Args:
         run: The run to copy.

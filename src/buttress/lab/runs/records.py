@@ -1,6 +1,6 @@
-"""Run records: what a finished run was, its results, and the files that hold them.
+"""Run records: the configuration and the results of finished runs, and the files that store them.
 
-A figure is a function of records and nothing else.
+Figures and reports are computed from records alone.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from buttress.files import write_text
 from buttress.lab.runs.config import Run
 
 Status = Literal["done", "failed", "diverged"]
-"""How a run ended: to its last step, by an error, or by a loss that was not finite or too large."""
+"""How a run ended: at its last step, with an error, or with a loss that was not finite or too large."""
 
 Curve = tuple[tuple[int, float, float], ...]
-"""(step, loss, error in percent), averaged over equal stretches of a run."""
+"""(step, loss, error in percent), averaged over equal intervals of a run."""
 
 Metrics = Mapping[str, list[tuple[int, float]]]
 """Measurements during a run: by name, (step, value)."""
 
 JSON_KEYS = {"environment": "made_on", "metrics": "looks"}
-"""Fields whose keys in a record's JSON are those of version 0.1."""
+"""Keys in a record's JSON, for fields that version 0.1 called otherwise."""
 
 OLD_DIVERGENCE = "Diverged: "
 """How version 0.1 marked divergence: the start of the error of a failed run."""
@@ -35,7 +35,7 @@ OLD_DIVERGENCE = "Diverged: "
 class Record:
     """One run that has ended: its configuration, results and environment.
 
-    Version 0.1 records load too: a failed run whose error says that it diverged has the status "diverged".
+    Records from version 0.1 load too: a failed run whose error says that it diverged gets the status "diverged".
     """
 
     run: Run
@@ -55,7 +55,7 @@ class Record:
     macs: int = 0
     """Multiply-accumulates of the forward pass per example."""
     curve: Curve = ()
-    """Training curve: (step, loss, error in percent), averaged over equal stretches of the run."""
+    """Training curve: (step, loss, error in percent), averaged over equal intervals of the run."""
     error: str = ""
     """Why the run ended early; empty if it is done."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +88,12 @@ class Record:
 def read_record(path: Path) -> Record:
     """Read the record in a run's record.json.
 
+    Args:
+        path: The file.
+
+    Returns:
+        The record.
+
     Raises:
         ButtressError: If the file is not a record.
     """
@@ -100,7 +106,13 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read a JSON-lines file with one record per line.
+    """Read a JSON Lines file with one record per line.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The records, in the order of the lines.
 
     Raises:
         ButtressError: If a line is not a record.
@@ -117,6 +129,11 @@ def read_records(path: Path) -> list[Record]:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Write records as a JSON-lines file, in an order that depends on the records alone."""
+    """Write records as a JSON Lines file, in an order that depends on the records alone.
+
+    Args:
+        path: The file to write.
+        records: The records, in any order.
+    """
     ordered = sorted(records, key=lambda r: (r.run.task, r.run.model, r.run.structure, r.macs, r.run.to_json()))
     write_text(path, "".join(record.to_json() + "\n" for record in ordered))

@@ -19,14 +19,14 @@ class RunInUseError(ButtressError):
 class Store:
     """A run folder with one subfolder per run key.
 
-    Every file is written whole or not at all. JSON-lines files in the folder, as `write_records` writes them, count
-    too: a run that has a record there is not trained again. A record in a run's own subfolder takes precedence.
+    Every file is written atomically. JSON Lines files in the folder, as `write_records` writes them, count too: a run
+    that has a record there is not trained again. A record in a run's own subfolder takes precedence.
 
     Args:
         folder: The folder; it need not exist yet.
 
     Raises:
-        ButtressError: If a JSON-lines file in the folder holds something other than records.
+        ButtressError: If a JSON Lines file in the folder contains anything other than records.
 
     Example:
         >>> store = Store("runs")
@@ -54,7 +54,7 @@ class Store:
         return path
 
     def put_unless_done(self, record: Record) -> Record:
-        """Write the record for a run that did not reach its end, unless the run is done after all.
+        """Write the record for a run that did not reach its end, unless the store has a record that the run is done.
 
         Args:
             record: A record that no other code has put into this store.
@@ -63,7 +63,7 @@ class Store:
             The record that the store now has for the run.
 
         Raises:
-            RunInUseError: If another process is training the run: its record will count.
+            RunInUseError: If another process is training the run, and will write its record.
         """
         with self.lock(record.run) as granted:
             if not granted:

@@ -1,4 +1,4 @@
-"""What a sweep hands to an engine, and what an engine reports."""
+"""The interface of engines, which train a sweep's runs: jobs, events, and the base class."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from buttress.lab.training.logs import JsonLines
 from buttress.lab.training.loop import Progress, Watch, train
 
 PROGRESS_SECONDS = 0.5
-"""Least time between two reports of a run's progress."""
+"""Minimum time between two reports of a run's progress."""
 ERROR_LINES = 12
 """Maximum number of lines from a lost process's error output in its run record."""
 
 
 @dataclass(frozen=True)
 class SweepEvent:
-    """What happened to a run: it was started, got further, or ended, or another process trains it.
+    """An event in a run: its start, its progress, its end, or that another process trains it.
 
-    When a run is started, only `run` is set.
+    At the start of a run, only `run` is set.
     """
 
     run: Run
     progress: Progress | None = None
-    """How far the run is, while it is trained."""
+    """Progress of the run, while it is trained."""
     record: Record | None = None
     """The run's record, once it ended."""
     elsewhere: bool = False
@@ -44,10 +44,10 @@ Listener = Callable[[SweepEvent], None]
 
 @dataclass(frozen=True)
 class Job:
-    """How a sweep trains its runs: plain values, which can be sent to other processes and machines."""
+    """Options for the training of a sweep's runs: plain values, which can be sent to other processes and machines."""
 
     device: str | None = None
-    """Such as "cpu" or "cuda". Default: a GPU if there is one."""
+    """A device such as "cpu" or "cuda". Default: a GPU if there is one."""
     data: str | None = None
     """The data folder. Default: $BUTTRESS_DATA."""
     compiled: bool = False
@@ -58,9 +58,9 @@ class Job:
 
         Args:
             run: The run.
-            store: Where to keep its record and checkpoints. Default: nowhere.
-            at_once: Runs that share the device.
-            watch: Called with the progress, not too often.
+            store: The store for its record and checkpoints; None keeps none.
+            at_once: Number of runs that share the device.
+            watch: Called with the progress, at most every `PROGRESS_SECONDS`.
 
         Returns:
             The record. With a store, it has been put there, once: by `train` if the run is done or diverged, and by
@@ -108,7 +108,7 @@ def throttled(watch: Watch) -> Watch:
 
 
 def is_final(record: Record) -> bool:
-    """Whether the run would end like that on any machine, and not for lack of memory or data, for example."""
+    """Whether the run would end in the same way on any machine; lack of memory or data, for example, is not final."""
     return record.status in ("done", "diverged")
 
 
@@ -124,9 +124,9 @@ class Engine(ABC):
 
         Args:
             runs: The runs.
-            job: How to train them.
-            store: Where their records are put.
-            listen: Called for each run when it starts, when it gets further, and when it ends. For a run that another
+            job: Options of the training.
+            store: The store for their records.
+            listen: Called for each run when it starts, when it progresses, and when it ends. For a run that another
                 sweep trains, it is called when that run ends, and before that at most once, when the engine starts to
                 wait for it.
         """

@@ -68,8 +68,8 @@ class WorkerPool:
 
     Args:
         store: The sweep's store.
-        job: How to train runs.
-        count: Workers at a time, who share the machine's CPUs.
+        job: Options of the training.
+        count: Number of workers at a time, which share the machine's CPUs.
     """
 
     def __init__(self, store: Store, job: Job, count: int) -> None:
@@ -104,8 +104,8 @@ class WorkerProcess:
 
     Args:
         store: The sweep's store.
-        job: How to train runs.
-        count: Workers that share the machine.
+        job: Options of the training.
+        count: Number of workers that share the machine.
     """
 
     def __init__(self, store: Store, job: Job, count: int) -> None:
@@ -130,7 +130,11 @@ class WorkerProcess:
             del self._error_lines[:-ERROR_LINES]
 
     def train(self, run: Run, listen: Listener) -> dict[str, bool] | None:
-        """Have a run trained.
+        """Train a run in the process.
+
+        Args:
+            run: The run.
+            listen: Called with its progress.
 
         Returns:
             Whether another process was training the run ("in_use"), and whether the worker ends because it can train
@@ -180,10 +184,10 @@ def serve_runs(
 
     Args:
         queue: The runs.
-        store: The sweep's store, where a worker puts its records; only that of a worker that died is put here.
+        store: The sweep's store. Workers put their records there; this function does so for workers that died.
         start: Starts a worker, or returns None when the sweep is stopped.
         listen: Called with the events of the runs.
-        stopping: Is set before workers are killed.
+        stopping: An event that is set before workers are killed.
     """
     worker: WorkerProcess | None = None
     while (item := queue.take(listen, stopping)) is not None:

@@ -1,6 +1,6 @@
 """The engine of a cluster: runs are trained as Ray tasks.
 
-A run is sent as text and its record comes back as text, so machines need not share a disk. Where they do share the
+Runs and records are sent as text, so machines need not share a disk. Where they do share the
 store's folder, a run is trained in it, and one whose machine was lost resumes from its last checkpoint on another
 machine; without it, such a run starts again. Ray retries a run whose process or machine was lost, but not one that
 failed by itself.
@@ -38,7 +38,7 @@ except ImportError as error:
     raise MissingExtraError(f"sweeps on many machines need Ray: pip install 'buttress[ray]' ({error})") from error
 
 MAX_RETRIES = 3
-"""How often a run is retried because its machine or its process was lost."""
+"""Maximum number of retries of a run whose machine or process was lost."""
 LOCK_SECONDS = 120.0
 """Time to wait for a run that another process has locked. The lock of a lost machine may stay on a shared disk until a
 lease expires."""
@@ -92,7 +92,13 @@ class Ray(Engine):
             _follow_tasks(runs, submit, mailbox, store, listen)
 
     def gpus_per_run(self, device: str | None) -> float:
-        """GPUs per run on the connected cluster.
+        """Determine the GPUs per run on the connected cluster.
+
+        Args:
+            device: The sweep's device.
+
+        Returns:
+            The number of GPUs, which may be a fraction.
 
         Raises:
             ConfigError: If they do not fit the sweep's device.
@@ -103,16 +109,20 @@ class Ray(Engine):
         gpus = float(available and device != "cpu") if self.gpus is None else self.gpus
         if device is not None and (device == "cuda") != (gpus > 0):
             raise ConfigError(
-                f"runs on the device {device!r} do not go with {gpus:g} GPUs per run"
+                f"runs on the device {device!r} cannot have {gpus:g} GPUs per run"
                 + ("" if available else "; the cluster has no GPU")
             )
         return gpus
 
     def check_capacity(self, gpus: float, *, may_grow: bool) -> None:
-        """Warn or refuse if no machine is large enough for a run: Ray would wait for one without a message.
+        """Warn or raise if no machine is large enough for a run: Ray would wait for one without a message.
+
+        Args:
+            gpus: GPUs per run.
+            may_grow: Whether machines may join the cluster.
 
         Raises:
-            ConfigError: If the cluster cannot grow.
+            ConfigError: If no machine is large enough and the cluster cannot grow.
         """
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if not any(m.get("CPU", 0) >= self.cpus and m.get("GPU", 0) >= gpus for m in machines):
@@ -124,7 +134,7 @@ class Ray(Engine):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a task gets, to say how many runs share its device."""
+    """Resources of a task, from which it derives the number of runs on its device."""
 
     cpus: float
     gpus: float
@@ -229,10 +239,10 @@ def train_task(text: str, job: Job, marker: Path, mailbox: Any, resources: Resou
 
     Args:
         text: The run as JSON.
-        job: How to train it.
+        job: Options of the training.
         marker: A file in the sweep's store; if this machine sees it, the run is trained in that store.
         mailbox: The actor that receives progress.
-        resources: What the task gets.
+        resources: Resources of the task.
 
     Returns:
         The record as JSON, and whether it was put into the sweep's store.
@@ -253,7 +263,7 @@ def train_task(text: str, job: Job, marker: Path, mailbox: Any, resources: Resou
 
 
 def wait_until_free(store: Store, run: Run) -> None:
-    """Wait until no other process trains the run, or too long: then training it raises an error."""
+    """Wait until no other process trains the run, for at most `LOCK_SECONDS`."""
     deadline = time.monotonic() + LOCK_SECONDS
     while time.monotonic() < deadline:
         with store.lock(run) as granted:
@@ -264,7 +274,7 @@ def wait_until_free(store: Store, run: Run) -> None:
 
 @contextmanager
 def shared_folder_marker(folder: Path) -> Iterator[Path]:
-    """A file by which a machine recognizes that it sees this very folder, not one of its own with the same path."""
+    """Create a file by which a machine recognizes this folder, and not one of its own with the same path."""
     path = folder / f".sweep-{uuid4().hex}"
     write_text(path, "")
     try:
@@ -285,11 +295,13 @@ def connection(address: str | None) -> Iterator[bool]:
     """
     if ray.is_initialized():
         if address is not None:
-            raise ConfigError(f"this process is connected to a Ray already: give no address to use it, not {address!r}")
+            raise ConfigError(
+                f"this process is connected to Ray already: leave out the address {address!r} to use that connection"
+            )
         yield False
         return
     target = address or os.environ.get("RAY_ADDRESS") or "local"
-    # What workers print is in Ray's own logs: our output is for results.
+    # The output of workers is in Ray's own logs; stdout is for results.
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if target == "local":
         ray.init(target, include_dashboard=False, **quiet)
@@ -309,7 +321,7 @@ def connection(address: str | None) -> Iterator[bool]:
 
 
 def _check_reachable(address: str) -> None:
-    """Connect to an address once: Ray itself would retry for many minutes."""
+    """Try to connect to an address once, because Ray itself would retry for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()

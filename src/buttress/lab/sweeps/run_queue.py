@@ -12,11 +12,11 @@ from buttress.lab.runs.store import Store
 from buttress.lab.sweeps.engine import Listener, SweepEvent, is_final
 
 POLL_SECONDS = 2.0
-"""Time until a sweep without other work checks again the runs that another one trains."""
+"""Time between checks for runs that another sweep trains, if there is no other work."""
 
 
 class RunQueue:
-    """Hands out runs to threads. A run that another sweep in the same store trains is left to it.
+    """Hands out runs to threads, except those that another sweep in the same store trains.
 
     Args:
         runs: The runs, in the order of their priority.
@@ -57,7 +57,7 @@ class RunQueue:
         return None
 
     def put_back(self, run: Run) -> None:
-        """Return a run that another process turned out to train."""
+        """Return a run to the queue, because another process trains it."""
         with self._guard:
             self.runs.append(run)
 
@@ -67,7 +67,7 @@ class RunQueue:
             return not granted
 
     def _new_record(self, run: Run) -> Record | None:
-        """A record that another sweep has put since this one started, if it is no use to train the run again."""
+        """A final record that another sweep has written since this one started, if there is one."""
         modified = self.store.modified_ns(run)
         if modified == self._modified[run]:
             return None

@@ -32,19 +32,19 @@ def sweep(
 ) -> list[Record]:
     """Train every run that has no record yet.
 
-    The largest runs are trained first, so that none of them is left alone at the end. Sweeps of the same runs in the
-    same store share them; each of them returns when all runs have records.
+    The largest runs are trained first, so that the sweep does not end with one of them alone. Sweeps of the same runs
+    in the same store share them; each of them returns when all runs have records.
 
     Args:
         runs: The runs; repeated ones count once.
-        store: Where records and checkpoints are kept.
-        workers: Worker processes on this machine.
-        on: Another engine that trains the runs, such as `Ray`. Default: `Local(workers)`.
-        device: Such as "cpu" or "cuda". Default: a GPU if there is one.
+        store: The store for records and checkpoints.
+        workers: Number of worker processes on this machine.
+        on: The engine that trains the runs, such as `Ray`. Default: `Local(workers)`.
+        device: A device such as "cpu" or "cuda". Default: a GPU if there is one.
         data: The data folder. Default: $BUTTRESS_DATA.
         compiled: Whether to compile models.
         listen: Called with every event of the sweep, possibly from other threads.
-        retry: Whether to train runs again that failed or diverged before.
+        retry: Whether to train runs again that have failed or diverged.
 
     Returns:
         The records, in the order of the runs.

@@ -1,6 +1,6 @@
 """The program of a worker process: `python -m buttress.lab.sweeps.worker STORE JOB COUNT`.
 
-Runs come in on standard input and messages go out on standard output, one JSON object per line. A run's messages are
+It reads runs from standard input and writes messages to standard output, one JSON object per line. A run's messages are
 any number of {"progress": ...}, then one with "in_use" and "exits".
 """
 
@@ -21,15 +21,15 @@ from buttress.lab.sweeps.engine import Job
 
 
 def work(store: Store, job: Job, at_once: int) -> None:
-    """Train the runs that come in on standard input, until it is closed.
+    """Train the runs that standard input contains, until it is closed.
 
     Args:
-        store: Where records are put.
-        job: How to train runs.
-        at_once: Workers that share the device.
+        store: The store for records.
+        job: Options of the training.
+        at_once: Number of workers that share the device.
     """
     out = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print must not be taken for messages
+    sys.stdout = sys.stderr  # output of libraries must not be mistaken for messages
 
     def send(message: dict[str, object]) -> None:
         try:
@@ -74,7 +74,7 @@ def gpu_is_lost() -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the worker with the arguments that `WorkerProcess` gives it."""
+    """Run the worker with the arguments that `WorkerProcess` passes."""
     folder, job, at_once = arguments
     work(Store(folder), Job(**json.loads(job)), int(at_once))
 

@@ -31,9 +31,9 @@ class Batches:
     Args:
         run: The run.
         task: Its task.
-        device: Where batches are to be.
+        device: Device of the batches.
         group: The processes that train the run.
-        tables: Their cursor is the step whose batch is drawn.
+        tables: The run's tables, whose cursor is the step to draw the batch for.
     """
 
     def __init__(self, run: Run, task: Task, device: torch.device, group: ProcessGroup, tables: StepTables) -> None:
@@ -52,7 +52,7 @@ class Batches:
         self._prefetched_until = 0
 
     def prepare(self, step: int) -> None:
-        """Shuffle and prefetch on the host what drawing the batch of `step` needs."""
+        """Prepare `draw` for the batch of `step`: shuffle the epoch and prefetch from disk, if needed."""
         self._shuffle(step)
         if self.task.streams and self._prefetched_until <= step:
             self._prefetch(step)
@@ -60,8 +60,8 @@ class Batches:
     def draw(self) -> MixedBatch:
         """Draw this process's shard of the current step's batch.
 
-        A batch on the device is drawn and mixed whole, and then divided, so that a run is the same on any number of
-        processes. What is read from disk is read by one process alone, and mixed within its shard.
+        A batch that is drawn on the device is mixed and then divided into shards, so that a run is the same on any
+        number of processes. Of a batch that is read from disk, each process reads its shard alone and mixes within it.
         """
         index = self.order[(self.tables.cursor % self.per_epoch) * self.size + self._offsets]
         if self.task.streams:
@@ -87,7 +87,7 @@ class Batches:
         return batch
 
     def seek(self, step: int, generator_state: Tensor) -> None:
-        """Continue at `step`, of whose epoch `order` is already the order."""
+        """Continue at `step`; `order` must already be the order of its epoch."""
         self.generator.set_state(generator_state.cpu())
         self._shuffled_epoch = (step - 1) // self.per_epoch
         self._prefetched_until = 0
@@ -101,7 +101,7 @@ class Batches:
             self._shuffled_epoch = epoch
 
     def _prefetch(self, step: int) -> None:
-        """Let a task that reads from disk prefetch the rest of the epoch."""
+        """Prefetch the rest of the epoch, for a task that reads from disk."""
         epoch, first = divmod(step, self.per_epoch)
         batches = enumerate(self.order.view(self.per_epoch, -1)[first:], step)
         # Augmentation is seeded by the step, so that it is the same when a run resumes in the middle of an epoch. A
@@ -112,7 +112,11 @@ class Batches:
 
 
 def mixup_shares(run: Run, device: torch.device) -> Tensor:
-    """The weight of the original examples in each step's mixture, (steps,), or a single one without mixup."""
+    """Draw the weight of the original examples in each step's mixture.
+
+    Shape:
+        Returns (steps,), or a scalar without mixup.
+    """
     if not run.mixup:
         return torch.ones((), device=device)
     shares = np.random.default_rng(run.seed).beta(run.mixup, run.mixup, run.steps)

@@ -1,4 +1,4 @@
-"""From a run to its model, its parameter groups and its optimizer."""
+"""Building a run's model, parameter groups and optimizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from buttress.lab.runs.config import ConfigError, Layers, Run
 from buttress.suggestions import did_you_mean
 
 Build = Callable[[Run, int, tuple[int, ...], int], nn.Module]
+"""A function of the run, the width, the shape of one input and the number of classes."""
 
 DEEP = 12
-"""Number of blocks from which on they are compiled one by one: equal blocks then share one compilation."""
+"""Smallest number of blocks that are compiled one by one, so that equal blocks share one compilation."""
 
 
 def _mlp(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Module:
-    # Pixels are shuffled, as in the paper: the MLP is to learn without knowing which of them are neighbours.
+    # Pixels are shuffled, as in the paper, so that the MLP has no information about which of them are neighbors.
     return MLP(prod(shape), width, classes, depth=run.depth, bias=run.bias, shuffle=len(shape) > 1)
 
 
@@ -42,16 +43,16 @@ def _gpt(run: Run, width: int, shape: tuple[int, ...], classes: int) -> nn.Modul
 
 
 MODELS: dict[str, Build] = {"gpt": _gpt, "mlp": _mlp, "vit": _vit}
-"""Functions that build a dense model of a given width. Its first layer is called `input`, its last one `head`."""
+"""Functions that build a dense model, by name. Its first layer is called `input`, its last one `head`."""
 
 
 def build_model(run: Run, task: Task, device: torch.device | str = "cpu") -> nn.Module:
-    """The run's model on a device, initialized from the run's seed.
+    """Build the run's model on a device, initialized from the run's seed.
 
     Args:
         run: The run.
         task: The run's task, which gives the shape of inputs and the number of classes.
-        device: Where the model is to be.
+        device: Device of the model.
 
     Returns:
         The model, with its linear layers replaced by the run's structure.
@@ -88,7 +89,16 @@ def _build_dense(run: Run, width: int, task: Task) -> nn.Module:
 
 
 def build_param_groups(run: Run, model: nn.Module, task: Task) -> list[dict[str, Any]]:
-    """Parameter groups with the run's learning rates, transferred from its base width."""
+    """Build parameter groups with the run's learning rates, transferred from its base width.
+
+    Args:
+        run: The run.
+        model: Its model.
+        task: Its task.
+
+    Returns:
+        Groups for an optimizer, as `param_groups` returns them.
+    """
     # With a fixed width per head, the heads of the base model fill the base width: fewer are a choice of the run.
     heads = run.base_width // run.head_width if run.head_width else run.heads
     with torch.device("meta"):
@@ -102,7 +112,7 @@ def build_param_groups(run: Run, model: nn.Module, task: Task) -> list[dict[str,
 
 
 def build_optimizer(run: Run, model: nn.Module, task: Task, device: torch.device) -> torch.optim.Optimizer:
-    """The run's optimizer, with the learning rates of `build_param_groups`."""
+    """Build the run's optimizer, with the learning rates of `build_param_groups`."""
     groups = build_param_groups(run, model, task)
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups)
@@ -113,16 +123,16 @@ def build_optimizer(run: Run, model: nn.Module, task: Task, device: torch.device
 def compile_model(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a model.
 
-    The blocks of a deep model are compiled in place, one by one; those of a GPT always, and its loss, too.
+    The blocks of a deep model are compiled in place, one by one. Those of a GPT always are, and so is its loss.
 
     Args:
         model: The model.
         forward: The model, or its wrapper for several processes.
 
     Returns:
-        What to call in place of `forward`.
+        The function to call in place of `forward`.
     """
-    # What this process compiled for other runs counts towards the compiler's limit, beyond which it gives up.
+    # Compilations for other runs in this process count towards the compiler's limit, beyond which it gives up.
     torch.compiler.reset()
     blocks = list(model.get_submodule("blocks").children())
     if isinstance(model, GPT):

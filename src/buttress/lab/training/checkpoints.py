@@ -1,8 +1,8 @@
 """Checkpoints: tensors in safetensors files by torch.distributed.checkpoint, and metadata in JSON.
 
-A checkpoint is a folder that gets its final name once everything in it is written. What a killed process or a full disk
-leaves behind is never taken for a checkpoint, and the previous one is removed only after that. Every process writes its
-own shard of the weights; any number of processes can read them back.
+A checkpoint is a folder that gets its final name once everything in it is written, and the previous one is removed only
+after that. So an incomplete folder, from a killed process or a full disk, never counts as a checkpoint. Every process
+writes its own shard of the weights; any number of processes can read them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def save(
     Args:
         folder: The run's folder.
         step: The number of steps that were trained.
-        tensors: What to save, by name.
-        metadata: Further values, which must have a JSON form.
+        tensors: Tensors to save, by name.
+        metadata: Further values, which are saved as JSON.
         group: The processes that train the run.
 
     Returns:
@@ -82,14 +82,20 @@ def save(
 
 
 def clear(folder: Path, except_for: Path | None = None) -> None:
-    """Remove the checkpoints in a run's folder, complete or not."""
+    """Remove the checkpoints in a run's folder, complete or not, except for one of them."""
     for path in folder.glob(f"{PREFIX}*"):
         if path != except_for:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The metadata that was saved with the tensors.
+    """Read the metadata that was saved with the tensors.
+
+    Args:
+        path: The checkpoint.
+
+    Returns:
+        The metadata.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -102,7 +108,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, in place, with those that were saved under their names.
+    """Load tensors of a checkpoint, in place.
+
+    Args:
+        path: The checkpoint.
+        tensors: The tensors to fill, by the names under which they were saved.
 
     Raises:
         CheckpointError: If a tensor cannot be read, is missing, or has another shape.

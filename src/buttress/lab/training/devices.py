@@ -10,10 +10,10 @@ from buttress.lab.runs.config import ConfigError
 
 
 def resolve_device(name: torch.device | str | None) -> torch.device:
-    """The device of a given name.
+    """Resolve the name of a device.
 
     Args:
-        name: Such as "cpu", "cuda" or "cuda:1"; None is a GPU if there is one, else the CPU.
+        name: A name such as "cpu", "cuda" or "cuda:1". None stands for a GPU if there is one, else the CPU.
 
     Returns:
         The device. Under torchrun, "cuda" is the GPU with this process's local rank.

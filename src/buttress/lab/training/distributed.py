@@ -26,11 +26,11 @@ from buttress.suggestions import did_you_mean
 
 STRATEGIES = ("ddp", "fsdp")
 TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for the others before it takes them for lost."""
+"""Time that a process waits for the others before they count as lost."""
 COMMUNICATION_ERRORS = (
     "connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "socket",
 )  # fmt: skip
-"""Parts of the messages of errors that another process caused."""
+"""Substrings of error messages that mean that another process was lost."""
 
 
 class PeerLostError(ButtressError, ConnectionError):
@@ -39,7 +39,7 @@ class PeerLostError(ButtressError, ConnectionError):
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that train a run, as one of them sees it; by default this process is the only one."""
+    """The processes that train a run, and this process's rank among them. Default: this process alone."""
 
     rank: int = 0
     """Index of this process."""
@@ -54,7 +54,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def wrap(self, model: nn.Module, device: torch.device) -> Callable[..., Any]:
-        """The callable to train in place of the model. FSDP2 changes the model itself, block by block."""
+        """Wrap a model for the strategy, and return what to call in place of it. FSDP2 changes the model itself."""
         if self.strategy == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
@@ -98,15 +98,15 @@ class ProcessGroup:
             yield
 
     @contextmanager
-    def evaluating(self, model: Any) -> Iterator[None]:
-        """Forward passes without a backward pass, after which FSDP2 would keep the root's weights unsharded."""
+    def forward_only(self, model: Any) -> Iterator[None]:
+        """Run forward passes without gradients, and then reshard the root's weights, which FSDP2 would not."""
         with torch.no_grad():
             yield
         if self.strategy == "fsdp":
             model.reshard()
 
     def barrier(self) -> None:
-        """Wait until all processes get here."""
+        """Wait until all processes have called this."""
         if self.size > 1:
             dist.barrier()
 
@@ -134,17 +134,17 @@ def _is_comm_error(error: BaseException) -> bool:
 
 @contextmanager
 def process_group(strategy: str, device: torch.device) -> Iterator[ProcessGroup]:
-    """The processes that train a run together.
+    """Form the group of processes that train a run.
 
-    They are those of torch's default process group, if it is initialized, or else those that torchrun's environment
-    describes; without torchrun, this process alone.
+    These are the processes of torch's default process group if it is initialized, else those that torchrun has started;
+    without torchrun, it is this process alone.
 
     Args:
         strategy: "ddp" or "fsdp".
         device: The device that this process trains on.
 
     Yields:
-        The group. One that was initialized here is destroyed in the end.
+        The group. A torch process group that is initialized here is destroyed at the end.
 
     Raises:
         ConfigError: If there is no such strategy.

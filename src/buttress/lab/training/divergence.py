@@ -1,4 +1,4 @@
-"""Divergence: a loss that is not finite or too large, and the layer where it began."""
+"""Divergence: a loss that is not finite or too large, and the first layer with non-finite output."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DivergenceError(ButtressError, ArithmeticError):
     """The loss is not finite or above the task's divergence threshold. The message names the step and the layer."""
 
     curve: Curve = ()
-    """Training curve until then."""
+    """Training curve until the divergence."""
     metrics: Metrics = MappingProxyType({})
-    """Measurements until then."""
+    """Metrics until the divergence."""
 
     def record(self, run: Run) -> Record:
-        """The record for the run that diverged."""
+        """Build the record of the run."""
         return Record(run, "diverged", curve=self.curve, error=str(self), metrics=dict(self.metrics))
 
 
@@ -45,7 +45,7 @@ def diagnose(trainer: Trainer, snapshot: Snapshot) -> DivergenceError:
     with torch.compiler.set_stance("force_eager"):
         while trainer.step < end:
             cause = first_nonfinite_layer(trainer)
-            # All processes must stop at the same step, whichever of them has the non-finite output.
+            # All processes must stop at the same step, even if only one of them has the non-finite output.
             if trainer.group.any(bool(cause), trainer.device):
                 cause = cause or "another process has the first non-finite output"
                 advice = f"Try a smaller lr than {trainer.run.lr:g}"
@@ -57,7 +57,10 @@ def diagnose(trainer: Trainer, snapshot: Snapshot) -> DivergenceError:
 
 
 def first_nonfinite_layer(trainer: Trainer) -> str:
-    """Say which layer is the first with non-finite output on the next batch, without training on it.
+    """Find the first layer with non-finite output on the next batch, without training on it.
+
+    Args:
+        trainer: The trainer; it is not changed.
 
     Returns:
         The end of an error message; empty if all outputs and the loss are finite.
@@ -75,7 +78,7 @@ def first_nonfinite_layer(trainer: Trainer) -> str:
     with (
         removing(*(m.register_forward_hook(hook(n)) for n, m in leaves)),
         matmul_precision(trainer.run),
-        trainer.group.evaluating(trainer.model),
+        trainer.group.forward_only(trainer.model),
     ):
         loss, _ = trainer.loss(trainer.batches.peek(trainer.step))
     if layers:

@@ -1,4 +1,4 @@
-"""Evaluation of a model in training: the test set, and norms on a few test examples."""
+"""Evaluation of a model during training: error on the test set, and norms on a few test examples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Evaluator:
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         size = self.run.batch // self.run.accumulate if self.task.language else max(self.run.batch, MIN_TEST_BATCH)
         eager = torch.compiler.set_stance("force_eager")
-        with matmul_precision(self.run), autocast(self.run, self.device), eager, self.group.evaluating(self.model):
+        with matmul_precision(self.run), autocast(self.run, self.device), eager, self.group.forward_only(self.model):
             for batch in self.task.test(size):
                 x, y = self.group.shard(*batch)
                 loss, wrong = self._sums(x, y)

@@ -12,10 +12,10 @@ WARMUP_STEPS = 3
 
 
 class GraphReplay:
-    """Calls a function of fixed shapes again and again: at first as it is, then by replaying its CUDA graph.
+    """Calls a function repeatedly: eagerly at first, then by replaying its CUDA graph.
 
     Args:
-        function: Enqueues the work; it takes no arguments and returns nothing.
+        function: Enqueues work of fixed shapes; it takes no arguments and returns nothing.
         device: The GPU.
         generator: The random number generator that the work uses.
     """
@@ -52,7 +52,7 @@ class GraphReplay:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Run on a stream of its own, because the default stream of a GPU cannot be captured."""
+    """Run on a separate stream, because the default stream of a GPU cannot be captured."""
     if device.type != "cuda":
         yield
         return

@@ -9,10 +9,10 @@ from buttress.lab.training.trainer import Trainer
 
 
 class MetricHistory:
-    """What was measured during a run: by name, (step, value).
+    """The metrics of a run: pairs of step and value, by name.
 
     Args:
-        metrics: What was measured before the run resumed.
+        metrics: Metrics from before the run resumed.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -21,21 +21,25 @@ class MetricHistory:
     def measure(self, trainer: Trainer, log: Log | None) -> None:
         """Measure norms and evaluate, if either is due at the trainer's step.
 
-        Every norm goes to the log; the history keeps their summary.
+        All norms are logged; the history keeps a summary of them.
+
+        Args:
+            trainer: The trainer.
+            log: Receives the values.
         """
         run, step = trainer.run, trainer.step
         norms: dict[str, float] = {}
         if run.trace and (step % run.trace == 0 or step == run.steps):
             norms = trainer.evaluator.measure_norms()
-        kept = summarize(norms) if norms else {}
+        metrics = summarize(norms) if norms else {}
         test: dict[str, float] = {}
         if run.evaluate and step and (step % run.evaluate == 0 or step == run.steps):
             loss, error = trainer.evaluator.test()
             test = {"test_loss": loss, "test_error": error}
-        kept |= test
-        if not kept or any(s == step for s, _ in self.metrics.get(next(iter(kept)), [])):
+        metrics |= test
+        if not metrics or any(s == step for s, _ in self.metrics.get(next(iter(metrics)), [])):
             return  # nothing is due, or it was measured before the run was killed
-        for name, value in kept.items():
+        for name, value in metrics.items():
             self.metrics.setdefault(name, []).append((step, value))
         if log is not None:
             log.write(step, **norms, **test)

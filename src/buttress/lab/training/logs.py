@@ -18,10 +18,10 @@ class Log(ABC):
 
     @abstractmethod
     def write(self, step: int, **values: float) -> None:
-        """Log values of a step by name."""
+        """Log the values of a step, by name."""
 
     def rewind(self, step: int) -> None:  # noqa: B027  (optional)
-        """Forget everything after `step`, from which the run resumes."""
+        """Remove all values after `step`, at which the run resumes."""
 
 
 class JsonLines(Log):
@@ -46,7 +46,7 @@ class JsonLines(Log):
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """All lines but one that a killed process left unfinished."""
+    """The lines of a file, without one that a killed process left incomplete."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.startswith("{") and line.endswith("}\n")]
 
@@ -55,7 +55,7 @@ class TensorBoard(Log):
     """Scalars for TensorBoard.
 
     Args:
-        folder: Where event files are written.
+        folder: The folder for event files.
 
     Raises:
         MissingExtraError: If TensorBoard is not installed.
@@ -65,7 +65,7 @@ class TensorBoard(Log):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise MissingExtraError("TensorBoard logs need it installed: pip install tensorboard") from None
+            raise MissingExtraError("TensorBoard logs need tensorboard: pip install tensorboard") from None
         self.open: Callable[..., Any] = partial(SummaryWriter, str(folder))
         self.writer = self.open()
 

@@ -1,4 +1,4 @@
-"""The training loop of every task and model: from the last checkpoint of a run to its record."""
+"""The training loop: trains a run from its last checkpoint to its end, and builds its record."""
 
 from __future__ import annotations
 
@@ -33,15 +33,20 @@ WINDOW = 100
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, for display."""
+    """Progress of a run, for display."""
 
     step: int
+    """Number of steps done."""
     steps: int
+    """Number of all steps."""
     loss: float
+    """Mean training loss since the last report."""
     error: float
-    """In percent."""
+    """Mean training error since the last report, in percent."""
     examples_per_second: float
+    """Training speed."""
     seconds_left: float
+    """Estimated time to the end of the run."""
 
 
 Watch = Callable[[Progress], None]
@@ -49,7 +54,7 @@ Watch = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How to train a run: what does not change its results. `train` documents the fields."""
+    """Options of training that do not change a run's results. `train` documents the fields."""
 
     device: torch.device
     data: Path | str | Task | None = None
@@ -82,15 +87,15 @@ def train(
 
     Args:
         run: The run.
-        store: Where its record and checkpoints are kept. Default: nowhere.
-        device: Such as "cpu" or "cuda:1". Default: a GPU if there is one.
+        store: The store for its record and checkpoints. Default: none are written.
+        device: A device such as "cpu" or "cuda:1". Default: a GPU if there is one.
         data: The data folder, or the run's task if it is loaded already. Default: $BUTTRESS_DATA.
-        compiled: Whether to compile the model by torch.compile.
+        compiled: Whether to compile the model with torch.compile.
         watch: Called with the progress, every few steps.
         log: Receives the run's metrics.
         checkpoint_seconds: Time between checkpoints.
-        at_once: Runs that share the device, for the record: their times cannot be compared with those of others.
-        parallel: How several processes divide the work: "ddp" (every process has the whole model) or "fsdp" (each has a
+        at_once: Number of runs that share the device. It is recorded, because it makes their times incomparable.
+        parallel: Strategy for several processes: "ddp" (every process has the whole model) or "fsdp" (each has a
             shard of every weight).
         way: Former name of `parallel`.
 
@@ -148,7 +153,7 @@ class TrainingLoop:
 
     Args:
         run: The run.
-        options: How to train it.
+        options: Options of training.
         group: The processes that train it.
         folder: The run's folder, for checkpoints. Default: none are written or read.
     """
@@ -171,7 +176,10 @@ class TrainingLoop:
         self.started = self.last_saved = time.perf_counter()
 
     def run_to_end(self) -> Record:
-        """Train to the last step and build the record.
+        """Train to the last step.
+
+        Returns:
+            The run's record.
 
         Raises:
             DivergenceError: If the loss is not finite, or too large to recover.
@@ -199,27 +207,27 @@ class TrainingLoop:
         tables = (trainer.losses, trainer.errors)
         losses, errors = (trainer.group.all_reduce_mean(t[first : trainer.step]).cpu() for t in tables)
         if not losses.isfinite().all():
-            raise self._explained(diagnose(trainer, snapshot), first)
+            raise self._with_history(diagnose(trainer, snapshot), first)
         loss, error = losses.mean().item(), 100 * errors.mean().item()
         if loss > trainer.task.divergence_threshold:
-            raise self._explained(_too_large(loss, trainer), trainer.step)
+            raise self._with_history(_too_large(loss, trainer), trainer.step)
         self.step_seconds.append((time.perf_counter() - started) / (trainer.step - first))
         self._report(first, loss, error)
 
-    def _explained(self, error: DivergenceError, steps: int) -> DivergenceError:
-        """The error with the curve of the run's first steps and its metrics."""
+    def _with_history(self, error: DivergenceError, steps: int) -> DivergenceError:
+        """Add the curve of the run's first steps and its metrics to an error."""
         error.curve, error.metrics = training_curve(self.trainer, steps), self.history.metrics
         return error
 
     def _report(self, first: int, loss: float, error: float) -> None:
-        trainer, options, pace = self.trainer, self.options, self.step_seconds[-1]
-        rate = trainer.batches.size / pace
+        trainer, options, seconds_per_step = self.trainer, self.options, self.step_seconds[-1]
+        rate = trainer.batches.size / seconds_per_step
         if options.log is not None:
             norms = trainer.tables.norms[first : trainer.step]
             extra = {"norm": norms.mean().item()} if self.run.clip else {}
             options.log.write(trainer.step, loss=loss, error=error, rate=rate, **extra)
         if options.watch is not None:
-            left = (self.run.steps - trainer.step) * pace
+            left = (self.run.steps - trainer.step) * seconds_per_step
             options.watch(Progress(trainer.step, self.run.steps, loss, error, rate, left))
 
     def _save_if_due(self) -> None:
@@ -232,12 +240,12 @@ class TrainingLoop:
             self.last_saved = now
 
     def _seconds(self) -> float:
-        """Duration of the run, with what was trained before it resumed."""
+        """Duration of the run, including the time before it resumed."""
         return self.seconds_before + time.perf_counter() - self.started
 
 
 def next_pause(run: Run, step: int) -> int:
-    """The step at which to pause next: a fixed one, wherever a run resumed, so that logs do not depend on that."""
+    """The step at which to pause next. It does not depend on where the run resumed, so that logs do not either."""
     return min(run.steps, *((step // every + 1) * every for every in (WINDOW, run.evaluate, run.trace) if every))
 
 

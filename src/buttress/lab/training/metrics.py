@@ -13,11 +13,11 @@ from buttress.inspection.hooks import removing
 from buttress.ops.norms import rms
 
 POWER_ITERATIONS = 10
-"""Rounds of the power iteration for a spectral norm."""
+"""Number of power iterations for a spectral norm."""
 
 
 def measure_norms(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, float]:
-    """Norms by name, from one forward and backward pass that leaves no gradients.
+    """Measure norms in one forward and backward pass that leaves no gradients.
 
     | name | value |
     |---|---|
@@ -33,7 +33,7 @@ def measure_norms(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, flo
         loss: Runs the model on a batch and returns the loss.
 
     Returns:
-        The values; they are copied to the host together.
+        The norms by name.
     """
     norms: dict[str, Tensor] = {}
     blocks = model.get_submodule("blocks").children()
@@ -63,7 +63,10 @@ def _rms_hook(norms: dict[str, Tensor], name: str) -> Callable[..., None]:
 
 
 def summarize(norms: Mapping[str, float]) -> dict[str, float]:
-    """The few numbers that a record keeps of `measure_norms`.
+    """Summarize the norms of `measure_norms` for the record.
+
+    Args:
+        norms: The norms by name.
 
     Returns:
         Every activation/<block>; "largest output", "largest factor", "largest spectral" and "largest gain";
@@ -90,7 +93,7 @@ def spectral_norm(weight: Tensor) -> Tensor:
 
 
 def full_tensor(t: Tensor) -> Tensor:
-    """The whole of a tensor of which this process may have a shard."""
+    """The full tensor, gathered from all processes if it is sharded."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 

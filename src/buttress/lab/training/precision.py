@@ -12,7 +12,7 @@ from buttress.lab.runs.config import Run
 
 @contextmanager
 def matmul_precision(run: Run) -> Iterator[None]:
-    """Compute matrix products of float32 tensors in tf32 where the run allows it, in backward passes too."""
+    """Set whether float32 matmuls are computed in tf32, including those of backward passes, as the run says."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if run.precision == "float32" else "high")
     try:

@@ -15,7 +15,7 @@ class FeatureProbe:
     Args:
         model: The model, with its blocks in the submodule `blocks`.
         task: The run's task.
-        device: Where the model is.
+        device: Device of the model.
         group: The processes that train the run.
     """
 
@@ -36,7 +36,7 @@ class FeatureProbe:
         return change
 
     def _features(self) -> Tensor:
-        with self.group.evaluating(self.model):
+        with self.group.forward_only(self.model):
             self.model(self.inputs)
         return self.output.flatten(1).float()
 

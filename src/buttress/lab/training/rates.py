@@ -1,4 +1,4 @@
-"""Learning rates of a run: its schedule, and setting them in the optimizer at each step."""
+"""Learning rates of a run: their schedule, and their update in the optimizer at each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from buttress.lab.training.tables import StepTables
 
 
 def schedule_factors(run: Run, device: torch.device) -> Tensor:
-    """The factor on all learning rates at each step: linear warmup, then cosine or constant.
+    """The multiplier of all learning rates at each step: linear warmup, then cosine or constant.
 
     Shape:
         Returns (steps,), float32.
@@ -27,13 +27,12 @@ def schedule_factors(run: Run, device: torch.device) -> Tensor:
 
 
 class LearningRates:
-    """Sets the learning rates of an optimizer's groups to their scheduled values.
+    """Sets the learning rates of an optimizer's parameter groups to their scheduled values.
 
     Args:
         optimizer: The optimizer; the current rates of its groups are the peak rates.
         factors: The schedule, as `schedule_factors` returns it.
-        on_device: Whether the rates are to be entries of a tensor on the device, so that a CUDA graph can replay their
-            change.
+        on_device: Whether rates are entries of a tensor on the device, so that a CUDA graph can replay their update.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factors: Tensor, *, on_device: bool) -> None:

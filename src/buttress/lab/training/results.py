@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch
 
-from buttress.lab.runs.machine import describe_machine
+import buttress
 from buttress.lab.runs.records import Curve, Metrics, Record
 from buttress.lab.training.trainer import Trainer
 
 CURVE_POINTS = 200
-"""Points of a recorded curve."""
+"""Number of points of a recorded curve."""
 TAIL_EPOCHS = 10
 """Epochs at the end of a run over which its training error is averaged, as in the paper."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Peak FLOP/s of bfloat16 matrix products by GPU, according to its vendor: utilization is relative to it."""
+"""Vendor's peak FLOP/s of bfloat16 matmuls by GPU, to which utilization is relative."""
 
 
 def build_record(trainer: Trainer, *, seconds: float, step_ms: float, at_once: int, metrics: Metrics) -> Record:
@@ -24,7 +26,7 @@ def build_record(trainer: Trainer, *, seconds: float, step_ms: float, at_once: i
         seconds: Duration of the whole run.
         step_ms: Median time per step.
         at_once: Runs that share the device.
-        metrics: What was measured during the run.
+        metrics: Metrics of the run over its steps.
 
     Returns:
         The record, with the status "done".
@@ -68,8 +70,18 @@ def _gpu_results(trainer: Trainer, step_ms: float) -> dict[str, float]:
 
 
 def _environment(trainer: Trainer, at_once: int) -> dict[str, str]:
-    compiled = "yes" if trainer.compiled else "no"
-    environment = describe_machine(trainer.device) | {"at_once": str(at_once), "compiled": compiled}
+    """Hardware, library versions and settings of the process."""
+    device = trainer.device
+    cpu = platform.processor() or platform.machine()
+    environment = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "buttress": buttress.__version__,
+        "python": platform.python_version(),
+        "at_once": str(at_once),
+        "compiled": "yes" if trainer.compiled else "no",
+    }
     if trainer.group.size > 1:
         environment["processes"] = f"{trainer.group.size}, {trainer.group.strategy}"
     if trainer.task.fingerprint:
@@ -78,7 +90,7 @@ def _environment(trainer: Trainer, at_once: int) -> dict[str, str]:
 
 
 def training_curve(trainer: Trainer, steps: int) -> Curve:
-    """Loss and error of the first `steps` steps, averaged over equal stretches."""
+    """Loss and error of the first `steps` steps, averaged over at most `CURVE_POINTS` equal intervals."""
     losses, errors = trainer.losses[:steps].cpu(), 100 * trainer.errors[:steps].cpu()
     edges = sorted({round(i * steps / CURVE_POINTS) for i in range(1, CURVE_POINTS + 1)} - {0})
     return tuple(

@@ -36,12 +36,12 @@ def sample(
     Args:
         folder: One run's folder, with its final weights or a checkpoint.
         prompt: Text to continue; if empty, start a new text.
-        count: Most tokens to sample.
-        temperature: Divides the logits; 0 always takes the most likely token.
+        count: Largest number of tokens to sample.
+        temperature: Divides the logits; 0 selects the most likely token.
         top: Sample among this many most likely tokens.
-        seed: Seed of the sampling.
+        seed: Random seed of the sampling.
         data: The data folder with the run's corpus, whose tokenizer reads the prompt. Default: $BUTTRESS_DATA.
-        device: Such as "cpu" or "cuda:1". Default: a GPU if there is one.
+        device: A device such as "cpu" or "cuda:1". Default: a GPU if there is one.
 
     Yields:
         The text, piece by piece.
@@ -50,8 +50,8 @@ def sample(
         ButtressError: If the folder is not that of a text run, has no weights, or was trained on other tokens.
     """
     run, fingerprint = _read_run(folder)
-    where = resolve_device(device)
-    task = load(run.task, where, data).at(run)
+    target = resolve_device(device)
+    task = load(run.task, target, data).at(run)
     if not isinstance(task, Text):
         raise ButtressError(f"{folder} is a {run.task} run: only text runs can be sampled")
     if fingerprint != task.fingerprint:
@@ -59,21 +59,21 @@ def sample(
             f"{folder} was trained on other tokens ({fingerprint}) than those in {task.tokens.folder} "
             f"({task.fingerprint}), which have other meanings: give the run's own as --data"
         )
-    model = build_model(run, task, where)
+    model = build_model(run, task, target)
     assert isinstance(model, GPT)
     _load_weights(model, folder)
     tokens = task.tokens
     # Without a prompt the model starts a new document.
     ids = tokens.encode(prompt) or [tokens.end]
-    generator = torch.Generator(where).manual_seed(seed)
+    generator = torch.Generator(target).manual_seed(seed)
     stream = model.eval().sample(
-        torch.tensor([ids], device=where), words=tokens.vocab, temperature=temperature, top=top, generator=generator
+        torch.tensor([ids], device=target), vocab=tokens.vocab, temperature=temperature, top=top, generator=generator
     )
     yield from _text_pieces(islice(stream, count), tokens.decode, tokens.end)
 
 
 def _text_pieces(stream: Iterable[Tensor], decode: Callable[[list[int]], str], end: int) -> Iterator[str]:
-    """Text from token ids, piece by piece, until the end-of-text token."""
+    """Decode tokens to text, piece by piece, until the end-of-text token."""
     ids: list[int] = []
     emitted = ""
     for token in stream:

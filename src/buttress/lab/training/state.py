@@ -1,4 +1,4 @@
-"""The state of a run: all tensors that the rest of it depends on, in snapshots and checkpoints."""
+"""The state of a run: all tensors that its remaining steps depend on, in snapshots and checkpoints."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class TrainingState:
         return Snapshot(step, tensors, self.batches.generator.get_state())
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Set the tensors to those of a snapshot; the generator is left alone."""
+        """Set the tensors to those of a snapshot; the generator is not changed."""
         self.initialize_optimizer()
         for name, t in self.tensors().items():
             # Optimizer state that did not exist yet was zero.
             t.copy_(snapshot.tensors[name]) if name in snapshot.tensors else t.zero_()
 
     def initialize_optimizer(self) -> None:
-        """Let the optimizer create its state, by a step with learning rates and gradients of zero."""
+        """Make the optimizer create its state, by a step with learning rates and gradients of zero."""
         if self.optimizer.state:
             return
         groups = self.optimizer.param_groups
@@ -80,15 +80,22 @@ class TrainingState:
 
 
 def checkpoint_metadata(run: Run, task: Task, device: torch.device, step: int) -> dict[str, Any]:
-    """What a checkpoint says about the run that it belongs to."""
+    """Metadata by which a checkpoint identifies its run."""
     return {"run": run.to_json(), "device": device.type, "step": step, "data": task.fingerprint}
 
 
 def check_metadata(metadata: dict[str, Any], run: Run, task: Task, device: torch.device, path: Path) -> None:
-    """Refuse to resume from a checkpoint of another run, device type or data set.
+    """Check that a checkpoint belongs to this run, device type and data set.
+
+    Args:
+        metadata: Metadata of the checkpoint.
+        run: The run.
+        task: Its task.
+        device: The device to resume on.
+        path: The checkpoint, for error messages.
 
     Raises:
-        ButtressError: If the metadata of the checkpoint at `path` do not fit.
+        ButtressError: If it does not.
     """
     if metadata["run"] != run.to_json():
         raise ButtressError(f"{path} belongs to another run: {metadata['run']}")

@@ -1,4 +1,4 @@
-"""One training step: batch, loss, gradients, clipping, update, and its entries in the tables."""
+"""One training step: draws a batch, computes gradients, updates the weights, and writes its results to tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TrainingLoss:
         run: The run.
         task: Its task.
         forward: The model, wrapped and compiled as it is trained.
-        device: Where the model is.
+        device: Device of the model.
     """
 
     def __init__(self, run: Run, task: Task, forward: Callable[..., Any], device: torch.device) -> None:
@@ -38,9 +38,9 @@ class TrainingLoss:
         self.one_hot = torch.eye(task.classes, device=device) if run.mixup else None
 
     def __call__(self, batch: MixedBatch) -> tuple[Tensor, Tensor]:
-        """Loss, and fraction of wrong answers.
+        """Loss, and fraction of wrong predictions.
 
-        With mixup the error is that of the paper: of the two sets of targets, the one with fewer errors counts.
+        With mixup the error is defined as in the paper: of the two sets of targets, the one with fewer errors counts.
         """
         x, y, second, share = batch
         with autocast(self.run, self.device):

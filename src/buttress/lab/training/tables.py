@@ -1,4 +1,4 @@
-"""Tables of per-step results on the device, so that the host neither waits for a step nor copies its results."""
+"""Tables of per-step results on the device, so that the host need not wait for a step to copy its results."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from torch import Tensor
 
 
 class StepTables:
-    """Results of every step of a run, and the step that is written next.
+    """Results of every step of a run, and a cursor at the current step.
 
     Args:
         steps: Steps of the run.
-        device: Where the tables are.
+        device: Device of the tables.
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self.cursor = torch.zeros((), dtype=torch.long, device=device)
         """The current step, as a number on the device."""
         self.losses = torch.zeros(steps, device=device)
+        """Training loss of each step."""
         self.errors = torch.zeros(steps, device=device)
-        """Fractions of wrong answers."""
+        """Fraction of wrong predictions of each step."""
         self.norms = torch.zeros(steps, device=device)
-        """Norms of all gradients together, before clipping; zero in a run without clipping."""
+        """Norm of the gradient of all parameters, before clipping; zero in a run without clipping."""
         self.changes = torch.zeros(steps, device=device)
-        """Changes of the probed features; zero in a run without a probe."""
+        """Change of the probed features in each step; zero in a run without a probe."""
 
     def at_cursor(self, table: Tensor) -> Tensor:
         """The current step's entry of a table."""

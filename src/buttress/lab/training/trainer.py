@@ -37,7 +37,7 @@ class Trainer:
     Args:
         run: The run.
         task: Its task.
-        device: Where to train.
+        device: Device to train on.
         compiled: Whether to compile the model.
         group: The processes that train the run.
 
@@ -117,7 +117,7 @@ class Trainer:
 
     @property
     def errors(self) -> Tensor:
-        """Fraction of wrong answers of every step, (steps,); zero for steps to come."""
+        """Fraction of wrong predictions of every step, (steps,); zero for steps to come."""
         return self.tables.errors
 
     def advance(self, until: int) -> None:
@@ -143,8 +143,8 @@ class Trainer:
             CheckpointError: If it cannot be written.
         """
         tensors = self.state.tensors() | {"generator": self.batches.generator.get_state()}
-        about = checkpoint_metadata(self.run, self.task, self.device, self.step) | metadata
-        checkpoints.save(folder, self.step, tensors, about, self.group)
+        metadata = checkpoint_metadata(self.run, self.task, self.device, self.step) | metadata
+        checkpoints.save(folder, self.step, tensors, metadata, self.group)
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """Load the last checkpoint in a run's folder, if there is one.
@@ -167,7 +167,7 @@ class Trainer:
         return metadata
 
     def _seek(self, step: int, generator_state: Tensor) -> None:
-        """Set everything that follows from the step."""
+        """Move to a step: set the cursor, the batches, the probe and the CUDA graph accordingly."""
         self.step = step
         self.tables.cursor.fill_(step)
         self.batches.seek(step, generator_state)
@@ -179,7 +179,12 @@ class Trainer:
 
 
 def check_run(run: Run, task: Task, group: ProcessGroup) -> None:
-    """Refuse a run that does not fit its task or the number of processes.
+    """Check that a run fits its task and the number of processes.
+
+    Args:
+        run: The run.
+        task: Its task.
+        group: The processes that train it.
 
     Raises:
         ConfigError: If it does not fit.
@@ -191,7 +196,7 @@ def check_run(run: Run, task: Task, group: ProcessGroup) -> None:
         )
     batch = min(run.batch, task.epoch or run.batch)
     if batch % (group.size * run.accumulate):
-        whole_task = "" if batch == run.batch else f", which is all there is of {task.name},"
+        whole_task = "" if batch == run.batch else f" (all of {task.name})"
         raise ConfigError(
             f"a batch of {batch}{whole_task} does not divide among {group.size} processes in {run.accumulate} "
             "microbatches each: choose a batch that is a multiple of both"

@@ -18,7 +18,7 @@ FILE = "weights.safetensors"
 
 def save_weights(folder: Path, model: nn.Module, group: ProcessGroup) -> None:
     """Write a model's weights into a run's folder. Every process of the group must call this."""
-    # One tensor at a time, and kept by one process alone: all of them may be more than a GPU holds.
+    # Gathered one tensor at a time and kept by one process, because all of them may not fit on a GPU.
     weights = {}
     for name, t in model.state_dict().items():
         full = full_tensor(t)
@@ -29,7 +29,11 @@ def save_weights(folder: Path, model: nn.Module, group: ProcessGroup) -> None:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Replace a safetensors file in one step.
+    """Write weights to a safetensors file, atomically.
+
+    Args:
+        path: The file; an existing one is replaced.
+        weights: The weights by name.
 
     Raises:
         ButtressError: If it cannot be written.
@@ -45,7 +49,13 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a safetensors file.
+    """Read the weights in a safetensors file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The weights by name, on the CPU.
 
     Raises:
         ButtressError: If it cannot be read.

@@ -70,7 +70,7 @@ class TestReading:
         assert int(other.train.max()) >= 300
         tampered = json.loads((other.folder / "tokens.json").read_text())
         shutil.copy(folder / "tokenizer.json", other.folder)
-        with pytest.raises(DataError, match=r"tokenizer.json is not the one that made the tokens"):
+        with pytest.raises(DataError, match=r"tokenizer.json is not the one that produced the tokens"):
             tokens.read(other.folder, verify=False)
         small = json.loads((folder / "tokens.json").read_text())["tokenizer"]
         rewrite(other.folder, tokenizer=tampered["tokenizer"] | {"sha256": small["sha256"]}, vocab=300, end=0)

@@ -94,7 +94,7 @@ class TestResumption:
     def test_killed_just_before_the_end(self, text: Path, tmp_path: Path) -> None:
         write(text, tmp_path / "whole")
         shutil.copytree(tmp_path / "whole", tmp_path / "out.part")
-        with pytest.raises(DataError, match="unfinished work on something else"):
+        with pytest.raises(DataError, match="unfinished work on another request"):
             write(text, tmp_path / "out", val=0.2)
         write(text, tmp_path / "out")
         assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -120,13 +120,13 @@ class TestResumption:
     def test_other_work_is_not_mixed_in(self, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(documents, "CHUNK_BYTES", 4096)
         part = self.interrupted(text, tmp_path)
-        with pytest.raises(DataError, match="unfinished work on something else"):
+        with pytest.raises(DataError, match="unfinished work on another request"):
             write(text, tmp_path / "out", separator="--")
         text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
-        with pytest.raises(DataError, match="unfinished work on something else"):
+        with pytest.raises(DataError, match="unfinished work on another request"):
             write(text, tmp_path / "out")
         (part / "journal.json").write_text("{")
-        with pytest.raises(DataError, match="unfinished work on something else"):
+        with pytest.raises(DataError, match="unfinished work on another request"):
             write(text, tmp_path / "out")
 
     def test_one_process_at_a_time(self, text: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ class TestResumption:
             if p.stage == "tokenizing":
                 write(text, tmp_path / "out")
 
-        with pytest.raises(DataError, match="another process is at work"):
+        with pytest.raises(DataError, match="another process is writing"):
             write(text, tmp_path / "out", on_progress=second)
 
     @staticmethod

@@ -115,7 +115,7 @@ class TestWhatIsWritten:
         tokenizer.enable_truncation(5)
         (tmp_path / "big").mkdir()
         tokenizer.save(str(tmp_path / "big/tokenizer.json"))
-        with pytest.raises(DataError, match="knows neither"):
+        with pytest.raises(DataError, match="has neither"):
             write(text, tmp_path / "out", tokenizer=str(tmp_path / "big"))
         (tmp_path / "big/tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
         found = write(text, tmp_path / "out", tokenizer=str(tmp_path / "big"))
@@ -144,7 +144,7 @@ class TestRefusals:
         write(text, tmp_path / "out")
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
         for other in ({"val": 0.2}, {"tokenizer": "train:301"}, {"separator": "--"}):
-            with pytest.raises(DataError, match="exists already and was not made from this"):
+            with pytest.raises(DataError, match="exists already and was not written from these inputs"):
                 write(text, tmp_path / "out", **other)
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
@@ -172,9 +172,9 @@ class TestRefusals:
         assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "given", "empty.txt"}
 
     def test_an_empty_split(self, text: Path, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"validation split came out empty.*201 documents.*fraction 1e-07"):
+        with pytest.raises(DataError, match=r"validation split is empty.*201 documents.*fraction 1e-07"):
             write(text, tmp_path / "out", val=1e-7)
-        with pytest.raises(DataError, match=r"training split came out empty"):
+        with pytest.raises(DataError, match=r"training split is empty"):
             write(text, tmp_path / "out", val=0.9999999)
         assert not (tmp_path / "out.part").exists()
 

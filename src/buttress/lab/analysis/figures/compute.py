@@ -25,9 +25,12 @@ def scaling(
 
     Args:
         records: Run records.
-        metric: What is on the y axis.
-        against: What is on the x axis; with "seconds", models whose time was not measured are left out.
+        metric: The quantity on the y axis.
+        against: The quantity on the x axis; with "seconds", models whose time was not measured are left out.
         published: Points of the paper to draw as hollow markers, against MACs only.
+
+    Returns:
+        The figure.
     """
     figure, panel = plt.subplots(figsize=(7, 5), layout="constrained")
     for i, (key, line) in enumerate(points(records, metric).items()):
@@ -69,7 +72,7 @@ def exponents(
         published: Exponent and standard error by structure.
 
     Returns:
-        The figure, or None where no line has enough sizes for a fit.
+        The figure, or None if no line has enough sizes for a fit.
     """
     laws: dict[LineKey, tuple[str, PowerLaw]] = {}
     for i, (key, line) in enumerate(points(records, metric).items()):
@@ -93,7 +96,7 @@ def exponents(
 
 
 def widths(records: Iterable[Record], metric: Metric = "train_error") -> Figure:
-    """Error against width, that is, at equal memory for activations."""
+    """Error against width; models of equal width need equal memory for activations."""
     figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
     ticks: set[int] = set()
     for i, (key, line) in enumerate(points(records, metric).items()):
@@ -111,7 +114,7 @@ def runtime(records: Iterable[Record]) -> Figure | None:
     """Time per training step against MACs, for runs that had their device to themselves.
 
     Returns:
-        The figure, or None where there is no such run.
+        The figure, or None if there is no such run.
     """
     lines: dict[LineKey, list[tuple[int, float]]] = defaultdict(list)
     for r in records:

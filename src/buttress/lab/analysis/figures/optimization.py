@@ -1,4 +1,4 @@
-"""How training goes: learning rates, sizes of updates, curves, stability."""
+"""Figures of the optimization: learning rates, sizes of updates, training curves, stability."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, finish_log_axes, plt, set_rate_ticks
-from buttress.lab.analysis.lines import LineKey, Metric, largest, ordered, tuned
+from buttress.lab.analysis.lines import LineKey, Metric, largest_activations, ordered, tuned
 from buttress.lab.runs.records import Record
 
 Landscape = Mapping[str, Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]]
@@ -19,15 +19,15 @@ Updates = Mapping[str, Mapping[str, Mapping[int, float]]]
 def landscape(
     records: Iterable[Record], metric: Metric = "train_error", published: Landscape | None = None
 ) -> Figure | None:
-    """Error or loss against learning rate: a panel per line of models, a curve per width, the best rate starred.
+    """Error or loss against learning rate: one panel per structure, one curve per width, the best rate starred.
 
     Args:
         records: Run records.
-        metric: What is on the y axis.
+        metric: The quantity on the y axis.
         published: Points of the paper to draw as hollow markers.
 
     Returns:
-        The figure, or None where no model was trained at more than two learning rates.
+        The figure, or None if no model was trained at more than two learning rates.
     """
     runs = tuned(records)
     if not runs:
@@ -68,7 +68,7 @@ def feature_updates(records: Iterable[Record], published: Updates | None = None)
         published: Values of the paper to draw as hollow markers.
 
     Returns:
-        The figure, or None where no run measured its updates.
+        The figure, or None if no run measured its updates.
     """
     lines: dict[LineKey, dict[int, float]] = defaultdict(dict)
     for r in records:
@@ -119,9 +119,9 @@ def stability(records: Iterable[Record]) -> Figure | None:
         records: Run records, of failed runs as well.
 
     Returns:
-        The figure, or None where no run traced its activations.
+        The figure, or None if no run traced its activations.
     """
-    traced = [r for r in records if largest(r)]
+    traced = [r for r in records if largest_activations(r)]
     if not traced:
         return None
     has_outputs = any("median output" in r.metrics for r in traced)
@@ -146,7 +146,7 @@ def stability(records: Iterable[Record]) -> Figure | None:
 
 
 def _draw_stability(panels: Sequence[Any], r: Record, text: str, style: dict[str, Any]) -> None:
-    panels[0].plot(*zip(*largest(r), strict=True), label=text, **style)
+    panels[0].plot(*zip(*largest_activations(r), strict=True), label=text, **style)
     # All losses fall alike in the first tenth, which would take most of the axis.
     late = [(step, loss) for step, loss, _ in r.curve if 10 * step >= r.curve[-1][0]]
     panels[-1].plot([step for step, _ in late], [loss for _, loss in late], **style)

@@ -1,4 +1,4 @@
-"""What all figures share: matplotlib itself, axis labels, legends, ticks, and SVG output."""
+"""Shared code of all figures: matplotlib, axis labels, legends, ticks, and SVG output."""
 
 from __future__ import annotations
 

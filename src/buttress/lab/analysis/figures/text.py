@@ -1,4 +1,4 @@
-"""Language models: loss against what they cost."""
+"""Figures of language models: loss against cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COSTS: dict[str, Callable[[Record], float | None]] = {
     "MACs per token, without the head": lambda r: (r.macs - r.results["head_macs"]) / r.run.context,
     "seconds of training": lambda r: r.results["seconds"] if alone(r) else None,
 }
-"""What a language model's loss is compared at, by axis label; None where it was not measured."""
+"""Costs of a language model by axis label; None if they were not measured."""
 
 
 def language(records: Iterable[Record]) -> Figure | None:
@@ -23,7 +23,7 @@ def language(records: Iterable[Record]) -> Figure | None:
         records: Run records; those of other tasks and of failed runs are ignored.
 
     Returns:
-        The figure, or None where all models cost the same.
+        The figure, or None if all models cost the same.
     """
     done = [r for r in records if r.status == "done" and "head_macs" in r.results]
     if len({r.macs for r in done}) < 2:

@@ -1,4 +1,4 @@
-"""The format of a token folder, and how one is read."""
+"""Reading a token folder, and its format."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FORMAT = 1
+"""Version of the format."""
 SPLITS = ("train", "val")
 VERIFIED_BYTES = 256 << 20
 """Largest file whose checksum is verified whenever it is opened."""
@@ -51,11 +52,11 @@ class Tokens:
         return bpe.load_tokenizer(self.folder / "tokenizer.json")
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Tokens as text, the end-of-text token included."""
+        """Tokens as text, including the end-of-text token."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Text as tokens; nothing in it or after it becomes the end-of-text token."""
+        """Text as tokens, without the end-of-text token."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -66,8 +67,11 @@ def read(folder: Path | str, *, verify: bool | None = None) -> Tokens:
 
     Args:
         folder: A folder that `write` created.
-        verify: Whether to verify the tokens' checksums, which takes one pass over the files. Default: for files of up
-            to 256 MiB.
+        verify: Whether to verify the tokens' checksums, which takes one pass over the files. Default: only if a
+            file has at most 256 MiB.
+
+    Returns:
+        The open token folder.
 
     Raises:
         DataError: If the folder is missing, unfinished or damaged.
@@ -80,7 +84,7 @@ def read(folder: Path | str, *, verify: bool | None = None) -> Tokens:
     facts = about(folder)
     path = folder / "tokenizer.json"
     if not path.is_file() or sha256(path) != facts["tokenizer"]["sha256"]:
-        raise _damaged(folder, "its tokenizer.json is not the one that made the tokens")
+        raise _damaged(folder, "its tokenizer.json is not the one that produced the tokens")
     train, val = (_read_split(folder, split, facts, verify) for split in SPLITS)
     return Tokens(folder, train, val, facts["vocab"], facts["end"], facts["tokenizer"]["name"])
 
@@ -101,7 +105,13 @@ def _read_split(folder: Path, split: str, facts: Facts, verify: bool | None) -> 
 
 
 def about(folder: Path | str) -> Facts:
-    """The content of a folder's `tokens.json`, checked for consistency.
+    """Read a folder's `tokens.json` and check its consistency.
+
+    Args:
+        folder: A token folder.
+
+    Returns:
+        The content of the file.
 
     Raises:
         DataError: If the folder is missing, unfinished or damaged.
@@ -136,17 +146,17 @@ def _check(facts: Facts) -> None:
 
 
 def part_of(folder: Path) -> Path:
-    """The sibling folder that holds a token folder's files until they are complete."""
+    """The sibling folder in which a token folder is written until it is complete."""
     return Path(f"{folder.absolute()}.part")
 
 
 def padded_vocab(vocab: int) -> int:
-    """The next multiple of 64."""
+    """Vocabulary size rounded up to a multiple of 64."""
     return -(-vocab // 64) * 64
 
 
 def dtype_of(vocab: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Two bytes per token where they hold the whole vocabulary, else four."""
+    """Type of stored tokens: two bytes if the vocabulary fits into them, else four."""
     return np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
 
 

@@ -1,4 +1,4 @@
-"""How far an unfinished token folder has got, stored with it so that the work can be resumed."""
+"""The journal of an unfinished token folder: its progress, stored in the folder so that work can be resumed."""
 
 from __future__ import annotations
 
@@ -17,27 +17,35 @@ KEYS = {"request": "asked", "position": "place", "open_split": "opened", "bytes_
 
 @dataclass
 class Journal:
-    """What was requested and how far it has got."""
+    """A request for a token folder, and the progress of the work on it."""
 
     request: Facts
+    """Tokenizer, separator and sources that were requested."""
     source: int = 0
     """Index of the source that is being read."""
     position: int = 0
-    """Where in the source to continue."""
+    """Position in the source at which to continue."""
     open_split: str = ""
-    """Split of the document that the position is inside of, if it is inside of one."""
+    """Split of the document that contains the position; empty if it is between documents."""
     bytes_read: int = 0
-    """Bytes of all sources, for progress reports."""
+    """Bytes of all sources that were read, as stored, for progress reports."""
     splits: dict[str, dict[str, int]] = field(
         default_factory=lambda: {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
     )
+    """Number of tokens, documents and bytes of text in each split."""
 
     @property
     def tokens(self) -> int:
         return sum(counts["tokens"] for counts in self.splits.values())
 
     def add(self, split: str, piece: Piece, tokens: int) -> None:
-        """Count a piece, and the end-of-text token after it where a document ends."""
+        """Count a piece, and the end-of-text token if it ends a document.
+
+        Args:
+            split: Split of the piece.
+            piece: The piece.
+            tokens: Number of its tokens.
+        """
         counts = self.splits[split]
         counts["tokens"] += tokens + piece.ends
         counts["documents"] += piece.ends
@@ -54,7 +62,14 @@ class Journal:
 
     @classmethod
     def open(cls, part: Path, request: Facts) -> Journal:
-        """The journal of an unfinished folder; a new one where the folder is empty.
+        """Open the journal of an unfinished folder, or start one if the folder is empty.
+
+        Args:
+            part: The unfinished folder.
+            request: The request to work on.
+
+        Returns:
+            The journal.
 
         Raises:
             DataError: If the folder holds work on another request.
@@ -77,4 +92,4 @@ class Journal:
 
 def other_work(part: Path) -> DataError:
     """The error for an unfinished folder that belongs to another request."""
-    return DataError(f"{part} holds unfinished work on something else: remove it, or choose another folder")
+    return DataError(f"{part} contains unfinished work on another request: remove it, or choose another folder")

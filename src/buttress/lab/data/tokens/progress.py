@@ -1,4 +1,4 @@
-"""How far the writing of a token folder has got."""
+"""Progress reports while a token folder is written."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from buttress.lab.data.documents import Source
 
 @dataclass(frozen=True)
 class Progress:
-    """What a caller may show while a token folder is written."""
+    """Progress of writing a token folder, for display."""
 
     stage: str
     """"checksums", "training the tokenizer" or "tokenizing"."""
     done: int
     """Bytes of the sources, as stored, that were read."""
     total: int | None
-    """Bytes of all sources, as stored; None where the size of one is unknown."""
+    """Bytes of all sources, as stored; None if the size of one is unknown."""
     tokens: int
+    """Number of tokens written."""
     tokens_per_second: float
+    """Speed since the work was started or resumed."""
     seconds_left: float | None
-    """None where it cannot be estimated."""
+    """Estimated time to the end of the stage; None if it cannot be estimated."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -33,11 +35,11 @@ class Meter:
     """Reports the progress of one stage.
 
     Args:
-        stage: Its name.
+        stage: Name of the stage.
         sources: All sources, in the order in which they are read.
-        on_progress: Receives the progress.
-        done: Bytes that were read before, which say nothing about speed.
-        tokens: Tokens that were written before.
+        on_progress: Called with the progress.
+        done: Bytes that were read before the work resumed, which do not count for the speed.
+        tokens: Tokens that were written before the work resumed.
     """
 
     def __init__(
@@ -48,12 +50,12 @@ class Meter:
         self.total = None if any(source.size is None for source in sources) else self.starts[-1]
         self.started = time.monotonic()
 
-    def bytes_before(self, source: int, bytes_read: int) -> int:
-        """Bytes of all sources that were read, where `bytes_read` of the given one were."""
+    def total_read(self, source: int, bytes_read: int) -> int:
+        """Bytes of all sources that were read, if `bytes_read` bytes of source number `source` were."""
         return self.starts[source] + bytes_read
 
     def report(self, done: int, tokens: int = 0) -> None:
-        """Report bytes and tokens so far."""
+        """Report the bytes that were read and the tokens that were written so far."""
         seconds = max(time.monotonic() - self.started, 1e-9)
         new = done - self.done
         left = None if self.total is None or not new else seconds * (self.total - done) / new

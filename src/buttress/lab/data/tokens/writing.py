@@ -34,17 +34,17 @@ def write(
     """Tokenize text files, or a Hugging Face dataset, into a token folder.
 
     A document of more than one mebibyte is tokenized in pieces. They are cut before white space, where a token of
-    GPT-2 always ends, so that its tokens are those of the whole document; a stretch without such a position is cut
-    between two characters.
+    GPT-2 always ends, so that the tokens are those of the whole document. Text without white space is cut between two
+    characters.
 
     Until the folder is complete, its files are in a sibling folder with `.part` appended to its name. After an
     interruption, the same call resumes after the last complete chunk and writes the same bytes.
 
     Args:
         texts: UTF-8 files, plain or compressed according to the suffix .xz, .gz or .bz2. A line that equals
-            `separator` ends a document, and so does the end of a file; the newline before either is not part of the
-            document, and empty documents are skipped.
-        out: The folder to write. One that was written from the same arguments is left as it is.
+            `separator` ends a document, and so does the end of a file; the newline before either does not belong to
+            the document, and empty documents are skipped.
+        out: The folder to write. A folder that was written from the same arguments is not written again.
         dataset: A name on the Hugging Face hub, a dataset folder, or files such as json:PATH.
         val: A validation text file, or the fraction of documents for validation. Documents are chosen by a hash of
             their content (of a long one, of its first piece): neither their order nor other documents matter, and
@@ -58,7 +58,7 @@ def write(
         The open token folder.
 
     Raises:
-        DataError: If `out` holds something else, another process writes it, or a source is missing or damaged.
+        DataError: If `out` has other content, another process writes it, or a source is missing or damaged.
         MissingExtraError: If tokenizers or datasets is needed and not installed.
     """
     out = Path(out).absolute()
@@ -85,16 +85,18 @@ def write(
 
 
 def _is_written(out: Path, request: Facts) -> bool:
-    """Whether `out` was written from the same request; false where it is missing or empty."""
+    """Whether `out` was written from the same request; false if it is missing or empty."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    if not (out / "tokens.json").is_file() or not _answers(about(out), request):
-        raise DataError(f"{out} exists already and was not made from this: choose another folder, or remove it")
+    if not (out / "tokens.json").is_file() or not _matches(about(out), request):
+        raise DataError(
+            f"{out} exists already and was not written from these inputs: choose another folder, or remove it"
+        )
     return True
 
 
-def _answers(facts: Facts, request: Facts) -> bool:
-    """Whether a finished folder is what is requested; a tokenizer still to be trained has no checksum yet."""
+def _matches(facts: Facts, request: Facts) -> bool:
+    """Whether a finished folder matches a request, in which a tokenizer still to be trained has no checksum."""
     same = all(facts.get(name) == value for name, value in request.items() if name != "tokenizer")
     return same and request["tokenizer"].items() <= facts["tokenizer"].items()
 
@@ -105,7 +107,7 @@ def _exclusive(part: Path) -> Iterator[None]:
     lock = Path(f"{part}.lock")
     with locked(lock, wait=False) as granted:
         if not granted:
-            raise DataError(f"another process is at work in {part}: wait for it, or choose another folder")
+            raise DataError(f"another process is writing {part}: wait for it, or choose another folder")
         try:
             yield
         finally:
@@ -116,14 +118,14 @@ def _exclusive(part: Path) -> Iterator[None]:
 def _complete(
     part: Path, request: Facts, sources: Sequence[Source], tokenizer: bpe.Codec | int, on_progress: OnProgress
 ) -> None:
-    """Do what is left to do in an unfinished folder.
+    """Do the remaining work in an unfinished folder.
 
     Args:
         part: The folder.
-        request: What its journal must have been opened for.
-        sources: What to tokenize.
+        request: The request, which must be that of the folder's journal.
+        sources: Sources to tokenize.
         tokenizer: The tokenizer, or the size of the vocabulary to train one with.
-        on_progress: Receives the progress.
+        on_progress: Called with the progress.
     """
     for temporary in part.glob("*.part"):  # left by a process that was killed while it replaced a file
         temporary.unlink()
@@ -134,8 +136,8 @@ def _complete(
             codec = _train_tokenizer(part / "tokenizer.json", sources, codec, on_progress)
         write_text(part / "tokenizer.json", codec.json)
         _tokenize(part, sources, codec, journal, on_progress)
-        _conclude(part, codec, journal)
-    elif not _answers(about(part), request):
+        _write_description(part, codec, journal)
+    elif not _matches(about(part), request):
         raise other_work(part)
     (part / "journal.json").unlink(missing_ok=True)
 
@@ -144,20 +146,20 @@ def _source_facts(sources: Sequence[Source], on_progress: OnProgress) -> list[Fa
     meter = Meter("checksums", sources, on_progress)
     facts = []
     for number, source in enumerate(sources):
-        meter.report(meter.bytes_before(number, 0))
+        meter.report(meter.total_read(number, 0))
         facts.append(source.facts())
     return facts
 
 
 def _train_tokenizer(path: Path, sources: Sequence[Source], vocab: int, on_progress: OnProgress) -> bpe.Codec:
-    """A tokenizer trained on the training split, or the one that an interrupted call has trained."""
+    """Train a tokenizer on the training split, or load the one that an interrupted call has trained."""
     meter = Meter("training the tokenizer", sources, on_progress)
 
     def texts() -> Iterator[list[str]]:
         for number, source in enumerate(sources):
             for chunk in source.chunks():
                 yield [source.decode(piece) for split, piece in chunk if split == "train"]
-                meter.report(meter.bytes_before(number, chunk[-1][1].bytes_read))
+                meter.report(meter.total_read(number, chunk[-1][1].bytes_read))
 
     if not path.is_file():
         write_text(path, bpe.train(texts(), vocab).json)
@@ -167,7 +169,7 @@ def _train_tokenizer(path: Path, sources: Sequence[Source], vocab: int, on_progr
 def _tokenize(
     part: Path, sources: Sequence[Source], codec: bpe.Codec, journal: Journal, on_progress: OnProgress
 ) -> None:
-    """Append tokens to both splits, from where the journal says, and keep the journal up to date."""
+    """Append tokens to both splits, from the journal's position on, and update the journal after each chunk."""
     meter = Meter("tokenizing", sources, on_progress, journal.bytes_read, journal.tokens)
     with ExitStack() as stack:
         files = {split: stack.enter_context((part / f"{split}.bin").open("ab")) for split in SPLITS}
@@ -183,7 +185,7 @@ def _tokenize(
                 split, piece = chunk[-1]
                 assert piece.position is not None
                 journal.position, journal.open_split = piece.position, "" if piece.ends else split
-                journal.bytes_read = meter.bytes_before(journal.source, piece.bytes_read)
+                journal.bytes_read = meter.total_read(journal.source, piece.bytes_read)
                 journal.save(part)
                 meter.report(journal.bytes_read, journal.tokens)
             journal.next_source()
@@ -204,8 +206,8 @@ def _append(chunk: Chunk, source: Source, codec: bpe.Codec, files: Mapping[str, 
         os.fsync(file.fileno())
 
 
-def _conclude(part: Path, codec: bpe.Codec, journal: Journal) -> None:
-    """Write `tokens.json`. Where a split is empty, remove the folder instead: resuming would not fill it."""
+def _write_description(part: Path, codec: bpe.Codec, journal: Journal) -> None:
+    """Write `tokens.json`. If a split is empty, remove the folder instead, because resuming would not fill it."""
     train, val = (journal.splits[split]["documents"] for split in SPLITS)
     if not train or not val:
         shutil.rmtree(part)
@@ -222,13 +224,13 @@ def _conclude(part: Path, codec: bpe.Codec, journal: Journal) -> None:
 
 
 def _empty_split(request: Facts, train: int, val: int) -> str:
-    """Why a split is empty."""
+    """The reason why a split is empty, for an error message."""
     sources = [(source["name"], source["val"]) for source in request["sources"]]
     fraction = max(share for _, share in sources if share < 1)
     if fraction and train + val:
         names = ", ".join(name for name, _ in sources)
         return (
-            f"the {'validation' if train else 'training'} split came out empty. Of the {train + val:,} documents in "
+            f"the {'validation' if train else 'training'} split is empty. Of the {train + val:,} documents in "
             f"{names}, separated by lines {request['separator']!r}, a fraction {fraction:g} was for validation: "
             "give another fraction, or a file, as --val"
         )
