@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import buttress as bt
+from buttress.core.structures import base
 from pages import DOCS, ROOT, name, pages, python_blocks
 
 
@@ -21,6 +22,12 @@ def run(*command: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structures that examples declare are not visible to other tests."""
+    monkeypatch.setattr(base, "REGISTRY", dict(base.REGISTRY))
 
 
 @pytest.fixture(scope="module")

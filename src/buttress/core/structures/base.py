@@ -14,7 +14,8 @@ from buttress.core.chain import Chain
 from buttress.errors import ButtressError, StructureError
 from buttress.suggestions import did_you_mean
 
-_REGISTRY: dict[str, type[Structure]] = {}
+REGISTRY: dict[str, type[Structure]] = {}
+"""Structure classes by name; use `structures()` to read them."""
 
 MAX_AXIS_RATIO = 2
 """Largest ratio between the axes of one split; a size that splits less evenly is padded."""
@@ -92,10 +93,10 @@ def structure(cls: type[S]) -> type[S]:
         StructureError: If another class has that name.
     """
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-    if (other := _REGISTRY.get(name)) and other.__qualname__ + other.__module__ != cls.__qualname__ + cls.__module__:
+    if (other := REGISTRY.get(name)) and other.__qualname__ + other.__module__ != cls.__qualname__ + cls.__module__:
         raise StructureError(f"a structure named {name!r} exists already: {other.__module__}.{other.__qualname__}")
     cls.name = name
-    _REGISTRY[name] = registered = dataclass(frozen=True)(cls)
+    REGISTRY[name] = registered = dataclass(frozen=True)(cls)
     return registered
 
 
@@ -105,7 +106,7 @@ def structures() -> dict[str, type[Structure]]:
     Returns:
         A new dict; changing it does not change the registry.
     """
-    return dict(_REGISTRY)
+    return dict(REGISTRY)
 
 
 def parse(text: str) -> Structure:
@@ -132,10 +133,10 @@ def parse(text: str) -> Structure:
     if call is None:
         raise StructureError(f"{problem}: write name or name(option=value, ...), such as 'btt(rank=4)'")
     name, keywords = call
-    if name not in _REGISTRY:
-        hint = did_you_mean(name, _REGISTRY, listed=True)
-        raise StructureError(f"{problem}: there are {', '.join(_REGISTRY)}{hint}")
-    cls = _REGISTRY[name]
+    if name not in REGISTRY:
+        hint = did_you_mean(name, REGISTRY, listed=True)
+        raise StructureError(f"{problem}: there are {', '.join(REGISTRY)}{hint}")
+    cls = REGISTRY[name]
     options = _parse_options(cls, keywords, problem)
     try:
         return cls(**options)
