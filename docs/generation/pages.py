@@ -49,7 +49,7 @@ def structures_page() -> str:
     )
     intro = (
         f"Every number is derived from the chain. Costs are those of a {SIZE} layer with default options.\n"
-        "Plans, run fields and the command line write a structure as a string; `buttress.parse` reads it.\n"
+        "Saved plans, run fields and the command line write a structure as a string; `buttress.parse` reads it.\n"
         "The classes are documented under [structures and chains](api/structures.md).\n\n"
     )
     return NOTE + "# Structures\n\n" + intro + table(head, cells) + "".join(map(structure_section, own_structures()))

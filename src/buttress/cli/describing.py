@@ -41,7 +41,7 @@ def structures(
     if as_json:
         return print_json(rows)
     table = Table(title=f"a {width} × {width} layer")
-    for name in ("structure", "parameters", "MACs", "largest rank", "Adam multipliers"):
+    for name in ("structure", "parameters", "MACs", "maximum matrix rank", "Adam multipliers"):
         table.add_column(name, justify="left" if name == "structure" else "right")
     for row in rows:
         counts = (f"{row[name]:,}" for name in ("parameters", "macs", "rank"))

@@ -104,7 +104,7 @@ def engine_of(on: str, workers: int | None, address: str | None, cpus: float | N
 
 
 def demo(
-    runs: Runs = Path("runs/demo"), workers: Annotated[int, typer.Option(help="Runs to train at a time.")] = 2
+    runs: Runs = Path("runs/demo"), workers: Annotated[int, typer.Option(min=1, help="Runs to train at a time.")] = 2
 ) -> None:
     """Train dense and structured MLPs of four sizes on scikit-learn's digits, fit power laws and write a report.
 

@@ -70,7 +70,7 @@ def train(
 
 
 def sample(
-    folder: Annotated[Path, typer.Argument(help="A text run's folder: runs/<key>.")],
+    folder: Annotated[Path, typer.Argument(help="A text run's folder, such as runs/KEY.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; if empty, start a new text.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.8,

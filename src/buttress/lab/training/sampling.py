@@ -94,7 +94,7 @@ def _read_run(folder: Path) -> tuple[Run, str]:
         return record.run, record.environment.get("data", "")
     checkpoint = checkpoints.latest(folder)
     if checkpoint is None:
-        raise ButtressError(f"{folder} holds neither a record nor a checkpoint: give one run's folder, runs/<key>")
+        raise ButtressError(f"{folder} holds neither a record nor a checkpoint: give one run's folder, runs/KEY")
     metadata = checkpoints.read_metadata(checkpoint)
     return Run.from_json(metadata["run"]), metadata["data"]
 
