@@ -22,13 +22,25 @@ def modules() -> list[str]:
     return [m.name for m in pkgutil.walk_packages(buttress.__path__, "buttress.") if m.name != "buttress.__main__"]
 
 
+def missing_library(error: BaseException | None) -> str | None:
+    """The optional library that an import failed for; None where the fault is in our own modules."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "buttress":
+            return error.name
+        error = error.__cause__
+    return None
+
+
 @pytest.mark.parametrize("name", modules())
 def test_no_attribute_hides_a_module(name: str) -> None:
     """`import buttress.x.y as y` gives the module, whatever else the package exports."""
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        pytest.skip(f"an optional library is not installed: {error}")
+        library = missing_library(error)
+        if library is None:
+            raise
+        pytest.skip(f"needs {library}, which is not installed")
     package, _, attribute = name.rpartition(".")
     assert getattr(sys.modules[package], attribute) is module
 
