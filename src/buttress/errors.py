@@ -1,4 +1,4 @@
-"""Exceptions. `except ButtressError` catches every error that the library raises itself."""
+"""Exceptions and their messages. `except ButtressError` catches every error that the library raises itself."""
 
 
 class ButtressError(Exception):
@@ -27,3 +27,24 @@ class PlanError(ButtressError, ValueError):
 
 class MissingExtraError(ButtressError, ImportError):
     """An optional dependency is missing."""
+
+
+def quoted(value: object, limit: int = 60) -> str:
+    """A value as error messages quote it: on one line, and short whatever it is.
+
+    Args:
+        value: Any value.
+        limit: Largest number of characters.
+
+    Returns:
+        Its repr, cut at the limit; for a value without one, such as an integer of a million digits, its type.
+
+    Example:
+        >>> quoted("a" * 100, limit=10)
+        "'aaaaaa..."
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):
+        text = f"one {type(value).__name__} too large to show"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -61,7 +61,7 @@ def test_a_plan_from_before_there_were_embeddings() -> None:
         ("head", {"tied": "mix"}, "ties 'head' to 'mix'|head: only modules of one structure, size"),
         ("head", {"structure": "btt(rank=3)"}, "head: only modules of one structure, size"),
         ("head", {"normalize": True}, "head: only modules of one structure, size"),
-        ("embed", {"std": -1}, "embed: std must be a number >= 0"),
+        ("embed", {"std": -1}, "'embed': std must be a number >= 0"),
         ("embed", {"std": "wide"}, "cannot be read"),
         ("places", {"split": [4, 4]}, "places: the plan splits it, which is for fused linear layers"),
         ("embed", {"split": [50, 47]}, "ties 'head' to 'embed': both must be whole layers"),

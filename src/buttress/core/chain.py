@@ -24,6 +24,9 @@ from typing import Any
 
 from buttress.errors import ChainError
 
+MAX_AXES = 51
+"""Largest number of axes of a chain: torch.einsum has names for one more, which stands for the tokens."""
+
 Axes = tuple[str, ...]
 Regroup = tuple[Axes, Axes]
 
@@ -151,6 +154,8 @@ class Chain:
         Raises:
             ChainError: If axes or sizes do not fit together.
         """
+        if len(sizes) > MAX_AXES:
+            raise ChainError(f"a chain has at most {MAX_AXES} axes, got the sizes of {len(sizes)}: use fewer factors")
         declaration = _Declaration.parse(x, factors, y, sizes, window, regroup or {}, std or {})
         declaration.check(d_in, d_out)
         return cls(
@@ -208,6 +213,23 @@ class Chain:
         """
         intermediate_sizes = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)
         return min(self.d_in, self.d_out, *intermediate_sizes)
+
+    @cached_property
+    def sufficient_ranks(self) -> Mapping[str, int]:
+        """The largest useful length of each bond, an axis that one factor creates and a later one contracts.
+
+        Two factors summed over a bond are, for each index that they share, a matrix from the axes of the first alone
+        to those of the second alone. Its rank is at most the smaller size; a longer bond represents nothing more.
+        """
+        lengths = dict(self.sizes)
+        ranks: dict[str, int] = {}
+        for i, first in enumerate(self.factors):
+            for second in self.factors[i + 1 :]:
+                for bond in (a for a in first.out_axes if a in second.in_axes):
+                    sides = (set(first.axes) - set(second.axes), set(second.axes) - set(first.axes))
+                    ranks[bond] = min(prod(lengths[a] for a in side) for side in sides)
+                    lengths[bond] = min(lengths[bond], ranks[bond])
+        return ranks
 
     def equation(self) -> str:
         """The chain as text, one line per factor, for example `y[e] = sum_{d} W[e,d] x[d]`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from buttress.core.structures import Structure, parse
-from buttress.errors import PlanError
+from buttress.errors import PlanError, quoted
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,40 @@ class PlanEntry:
             The entry.
 
         Raises:
-            PlanError: If fields are missing or of the wrong type, or the structure is unknown.
+            PlanError: If fields are missing, unknown or of the wrong type, or the structure is unknown.
         """
         try:
-            split, zero_init = row["split"], row["zero_init"]
+            if unknown := set(row) - {f.name for f in fields(cls)}:
+                raise ValueError(f"unknown fields {quoted(sorted(unknown))}")
             std, tied = row.get("std"), row.get("tied")  # not in plans of early versions
-            return cls(
-                name=str(row["name"]),
-                structure=parse(str(row["structure"])),
-                normalize=bool(row["normalize"]),
-                zero_init=None if zero_init is None else tuple(bool(z) for z in zero_init),
-                split=None if split is None else tuple(int(n) for n in split),
-                std=None if std is None else float(std),
-                tied=None if tied is None else str(tied),
+            entry = cls(
+                name=_typed(row["name"], str),
+                structure=parse(_typed(row["structure"], str)),
+                normalize=_typed(row["normalize"], bool),
+                zero_init=_typed_list(row["zero_init"], bool),
+                split=_typed_list(row["split"], int),
+                std=None if std is None else float(_typed(std, float, int)),
+                tied=None if tied is None else _typed(tied, str),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"a layer of this plan cannot be read ({error}): {row!r}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise PlanError(f"a layer of this plan cannot be read ({reason}): {quoted(row)}") from None
+        if entry.std is not None and not 0 <= entry.std < float("inf"):
+            raise PlanError(f"{quoted(entry.name)}: std must be a number >= 0, got {entry.std}")
+        if entry.split is not None and (not entry.split or min(entry.split) < 1):
+            raise PlanError(f"{quoted(entry.name)}: the plan splits it into {quoted(entry.split)}, not into sizes >= 1")
+        return entry
+
+
+T = TypeVar("T")
+
+
+def _typed(value: Any, *types: type[T]) -> T:
+    """The value, if its class is one of these; True is not an integer here."""
+    if type(value) not in types:
+        raise TypeError(f"{quoted(value, 30)} is no {' or '.join(t.__name__ for t in types)}")
+    return value  # type: ignore[no-any-return]
+
+
+def _typed_list(values: Any, kind: type[T]) -> tuple[T, ...] | None:
+    return None if values is None else tuple(_typed(value, kind) for value in _typed(values, list))

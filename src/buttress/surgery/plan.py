@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from buttress.errors import PlanError
+from buttress.errors import ButtressError, PlanError, quoted
 from buttress.inspection.names import suggest, unique_modules
 from buttress.inspection.sites import Site, check_not_wrapped, find_sites
 from buttress.inspection.ties import tied_modules
@@ -18,8 +19,14 @@ from buttress.nn.split_linear import SplitLinear
 from buttress.projection.closed_form import Projection
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.exchange import apply_entries
-from buttress.surgery.replacement import Init, Initialization
+from buttress.surgery.replacement import Init, Initialization, checked_sizes
 from buttress.surgery.report import Report
+
+MAX_TEXT = 64 << 20
+"""Longest JSON of a plan, in characters."""
+
+MAX_LAYERS = 1 << 20
+"""Largest number of layers of a plan in JSON."""
 
 
 @dataclass(frozen=True)
@@ -90,26 +97,30 @@ class Plan:
             The plan.
 
         Raises:
-            PlanError: If the text is not a plan, or is a plan of another version.
+            PlanError: If the text is not a plan, is a plan of another version, or names a layer twice.
 
         Example:
             >>> Plan.from_json(plan.to_json()) == plan
             True
         """
+        if not isinstance(text, str) or len(text) > MAX_TEXT:
+            raise PlanError(f"a plan is a text of at most {MAX_TEXT:,} characters")
         try:
             data = json.loads(text)
             supported = data["format"] == "buttress-plan" and data["version"] == 1
             rows = data["layers"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise PlanError("this is not a buttress plan: JSON with format, version and layers is needed") from None
         if not supported:
             raise PlanError(
-                f"this plan is of format {data['format']!r}, version {data['version']!r}; "
+                f"this plan is of format {quoted(data['format'])}, version {quoted(data['version'])}; "
                 "buttress-plan version 1 is understood"
             )
-        if not isinstance(rows, list):
-            raise PlanError(f"the layers of a plan are a list, got {rows!r}")
-        return cls(tuple(PlanEntry.from_row(row) for row in rows))
+        if not isinstance(rows, list) or len(rows) > MAX_LAYERS:
+            raise PlanError(f"the layers of a plan are a list of at most {MAX_LAYERS:,}, got {quoted(rows)}")
+        plan = cls(tuple(PlanEntry.from_row(row) for row in rows))
+        plan._check_names()
+        return plan
 
     def apply_(
         self,
@@ -155,8 +166,7 @@ class Plan:
                 raise PlanError(
                     f"the plan names a layer that the model does not have: {name!r}; {suggest(name, sites)}"
                 )
-        if len(set(names)) < len(names):
-            raise PlanError("the plan names a layer twice")
+        self._check_names()
         leaders = {e.name for e in self.entries if e.tied is None and e.split is None}
         for e in self.entries:
             if e.tied is not None and (e.split is not None or e.tied not in leaders):
@@ -166,6 +176,25 @@ class Plan:
                 )
         if not names:
             raise PlanError("nothing to replace: the plan is empty")
+        self._check_sizes(sites)
+
+    def _check_names(self) -> None:
+        names = Counter(e.name for e in self.entries)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise PlanError(f"the plan names a layer twice: {quoted(repeated[0])}")
+
+    def _check_sizes(self, sites: Mapping[str, Site]) -> None:
+        """Build every chain, which allocates nothing, before any module is built."""
+        for entry in self.entries:
+            site = sites[entry.name]
+            if site.unsupported_reason:
+                continue  # refused with that reason
+            try:
+                linear = site.read()
+                for d_out in set(checked_sizes(site, entry, linear)):
+                    entry.structure.chain(linear.in_features, d_out)
+            except ButtressError as error:
+                raise PlanError(f"{entry.name or '(model)'}: {error}; the model is unchanged") from error
 
 
 def _split_entry(name: str, module: SplitLinear) -> PlanEntry:

@@ -141,7 +141,7 @@ def build(site: Site, entry: PlanEntry, initialization: Initialization) -> Repla
         The replacement. The bias of a layer in one piece stays the same Parameter, in case it is shared.
     """
     linear = site.read()
-    sizes = _checked_sizes(site, entry, linear)
+    sizes = checked_sizes(site, entry, linear)
     weights = linear.weight.detach().split(list(sizes))
     parts: list[nn.Module] = []
     rows = []
@@ -202,8 +202,20 @@ def _check_replaceable(model: nn.Module, site: Site, remaining: Mapping[int, lis
         raise PlanError(site.unsupported_reason)
 
 
-def _checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int, ...]:
-    """Output sizes of the parts, checked against the layer and the other fields of the entry."""
+def checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int, ...]:
+    """Output sizes of the parts, checked against the layer and the other fields of the entry.
+
+    Args:
+        site: The layer.
+        entry: How it is replaced.
+        linear: The layer as an nn.Linear.
+
+    Returns:
+        One size, or one for each part.
+
+    Raises:
+        PlanError: If they do not fit.
+    """
     sizes = entry.split or (linear.out_features,)
     if site.is_embedding and len(sizes) > 1:
         raise PlanError("the plan splits it, which is for fused linear layers and not for embeddings")

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import buttress as bt
-from buttress.core.structures import base
+from buttress.core.structures import base, sizes
 
 ranks = st.integers(1, 9)
 cores_and_rank = st.integers(2, 4).flatmap(
@@ -217,6 +217,7 @@ def test_split_values(n: int, parts: int, expected: tuple[int, ...]) -> None:
 
 MODULES = [
     base,
+    sizes,
     *(import_module(c.__module__) for c in bt.structures().values() if c.__module__.startswith("buttress.")),
 ]
 

@@ -1,6 +1,6 @@
 """Structures, one file each. Importing this package registers them."""
 
-from buttress.core.structures.base import Structure, parse, split, structure, structures
+from buttress.core.structures.base import Structure, parse, structure, structures
 from buttress.core.structures.block_diagonal import BlockDiagonal
 from buttress.core.structures.btt import BTT
 from buttress.core.structures.convolution import Convolution
@@ -8,6 +8,7 @@ from buttress.core.structures.dense import Dense
 from buttress.core.structures.kronecker import Kronecker
 from buttress.core.structures.low_rank import LowRank
 from buttress.core.structures.monarch import Monarch
+from buttress.core.structures.sizes import split
 from buttress.core.structures.tensor_train import TensorTrain
 
 __all__ = [

@@ -1,24 +1,28 @@
-"""The base class of structures, their registry and text form, and how a size is split into axes."""
+"""The base class of structures, their registry, their text form and their bounds."""
 
 from __future__ import annotations
 
 import ast
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
+from functools import wraps
 from typing import Any, TypeVar, dataclass_transform
 
 from buttress.core.chain import Chain
-from buttress.errors import ButtressError, StructureError
+from buttress.core.structures.sizes import MAX_SIZE, check_size
+from buttress.errors import StructureError, quoted
 from buttress.suggestions import did_you_mean
 
 REGISTRY: dict[str, type[Structure]] = {}
 """Structure classes by name; use `structures()` to read them."""
+MAX_TEXT = 4096
+"""Longest text of a structure, in characters."""
 
-MAX_AXIS_RATIO = 2
-"""Largest ratio between the axes of one split; a size that splits less evenly is padded."""
+MAX_DENSE_MULTIPLE, FREE_PARAMETERS = 16, 65_536
+"""A structured layer has at most this multiple of the parameters of a dense one, and this many more: small layers
+may be padded or tested at ranks that add nothing, and no text can ask for more memory than its layer suggests."""
 
 
 class Structure(ABC):
@@ -39,6 +43,11 @@ class Structure(ABC):
     name: str
     """Name in texts, derived from the class: `LowRank` is "low_rank"."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "chain" in vars(cls):
+            cls.chain = _bounded(cls.chain)  # type: ignore[assignment, method-assign]
+
     @abstractmethod
     def chain(self, d_in: int, d_out: int) -> Chain:
         """The chain of this structure for a layer of `d_in` inputs and `d_out` outputs.
@@ -49,6 +58,10 @@ class Structure(ABC):
 
         Returns:
             The chain. Sizes that do not split are padded, so all sizes are supported.
+
+        Raises:
+            StructureError: If a size is below 1 or beyond any memory, or if the layer would have many times the
+                parameters of a dense one. This holds for every subclass: its method is wrapped.
         """
 
     @classmethod
@@ -74,6 +87,33 @@ class Structure(ABC):
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in changed)
         return f"{self.name}({options})" if options else self.name
+
+
+ChainMethod = Callable[[Any, int, int], Chain]
+
+
+def _bounded(method: ChainMethod) -> ChainMethod:
+    """The `chain` method of a structure with its sizes checked before, and its parameters after; neither allocates."""
+
+    @wraps(method)
+    def chain(self: Structure, d_in: int, d_out: int) -> Chain:
+        check_size(d_in)
+        check_size(d_out)
+        result = method(self, d_in, d_out)
+        if result.params > MAX_DENSE_MULTIPLE * d_in * d_out + FREE_PARAMETERS:
+            raise _too_many_parameters(self, result)
+        return result
+
+    return chain
+
+
+def _too_many_parameters(structure: Structure, chain: Chain) -> StructureError:
+    ranks = [n for axis, n in chain.sufficient_ranks.items() if chain.sizes[axis] > n]
+    remedy = f"a rank of {max(ranks):,} represents any matrix" if ranks else "use smaller options"
+    return StructureError(
+        f"{quoted(structure)} gives a {chain.d_out} × {chain.d_in} layer {chain.params:,} parameters, and a dense "
+        f"layer has {chain.d_in * chain.d_out:,}: {remedy}"
+    )
 
 
 S = TypeVar("S", bound=Structure)
@@ -127,8 +167,11 @@ def parse(text: str) -> Structure:
         >>> parse("btt(rank=4)")
         BTT(rank=4, cores=2)
     """
-    shown = text if isinstance(text, str) and len(text) < 80 else f"{str(text)[:77]}..."
-    problem = f"{shown!r} is not a structure"
+    if isinstance(text, Structure):
+        return text
+    problem = f"{quoted(text, 80)} is not a structure"
+    if not isinstance(text, str) or len(text) > MAX_TEXT:
+        raise StructureError(f"{problem}: a text of at most {MAX_TEXT} characters is needed")
     call = _parse_call(text)
     if call is None:
         raise StructureError(f"{problem}: write name or name(option=value, ...), such as 'btt(rank=4)'")
@@ -140,16 +183,16 @@ def parse(text: str) -> Structure:
     options = _parse_options(cls, keywords, problem)
     try:
         return cls(**options)
-    except ButtressError:
+    except StructureError:
         raise
-    except TypeError as error:
-        raise StructureError(f"{problem}: {error}") from None
+    except Exception as error:  # of any class, since structures are also declared elsewhere
+        raise StructureError(f"{problem}: {quoted(str(error), 200)}") from error
 
 
 def _parse_call(text: str) -> tuple[str, list[ast.keyword]] | None:
     """The name and the keyword options of a text, or None where it is not `name` or `name(option=value)`."""
     try:
-        node = ast.parse(str(text).strip(), mode="eval").body
+        node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError, ValueError):
         return None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
@@ -164,61 +207,33 @@ def _parse_options(cls: type[Structure], keywords: list[ast.keyword], problem: s
     options: dict[str, Any] = {}
     for keyword in keywords:
         if keyword.arg in options:
-            raise StructureError(f"{problem}: {keyword.arg} is given twice")
+            raise StructureError(f"{problem}: {quoted(keyword.arg)} is given twice")
         if keyword.arg is None or keyword.arg not in names:
             exist = f"its options are {', '.join(names)}" if names else "it has no options"
             hint = did_you_mean(keyword.arg or "", names, listed=True)
-            raise StructureError(f"{problem}: {cls.name} has no option {keyword.arg!r}; {exist}{hint}")
+            raise StructureError(f"{problem}: {cls.name} has no option {quoted(keyword.arg)}; {exist}{hint}")
         try:
             options[keyword.arg] = ast.literal_eval(keyword.value)
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             raise StructureError(f"{problem}: the value of {keyword.arg} must be a plain number or tuple") from None
     return options
 
 
 def positive(structure: Structure, **options: int | None) -> None:
-    """Check that options are integers >= 1.
+    """Check that options are integers >= 1, and not beyond any size.
 
     Args:
         structure: The structure, named in the error.
         **options: Values by option name.
 
     Raises:
-        StructureError: If one is not an integer >= 1.
+        StructureError: If one is not an integer between 1 and `MAX_SIZE`.
     """
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise StructureError(f"{type(structure).__name__}: {name} must be an integer >= 1, got {value!r}")
-
-
-def split(n: int, parts: int) -> tuple[int, ...]:
-    """The most even factors of n, ascending; a size whose factors are less even than 2:1 is padded.
-
-    The factors multiply to n, or to the next larger number whose most even factors are within 2:1.
-
-    Args:
-        n: The size to split, at least 1.
-        parts: The number of factors, at least 1.
-
-    Returns:
-        `parts` factors, ascending.
-
-    Raises:
-        StructureError: If `n` or `parts` is not an integer >= 1.
-
-    Example:
-        >>> split(768, 2), split(1024, 3), split(13, 2)
-        ((24, 32), (8, 8, 16), (3, 5))
-    """
-    if not isinstance(n, int) or n < 1:
-        raise StructureError(f"a layer needs at least 1 input and 1 output, got a size of {n!r}")
-    if not isinstance(parts, int) or parts < 1:
-        raise StructureError(f"a size is split into 1 or more parts, got {parts!r}")
-    while True:
-        factors = most_even(n, parts)
-        if factors[-1] <= MAX_AXIS_RATIO * factors[0]:
-            return factors
-        n += 1
+            raise StructureError(f"{type(structure).__name__}: {name} must be an integer >= 1, got {quoted(value)}")
+        if value > MAX_SIZE:
+            raise StructureError(f"{type(structure).__name__}: {name} must be at most 2^40, got {quoted(value)}")
 
 
 def block_counts(d_in: int, d_out: int) -> Iterator[int]:
@@ -232,22 +247,3 @@ def block_counts(d_in: int, d_out: int) -> Iterator[int]:
         Numbers of at least 2 and at most the smaller side.
     """
     yield from (n for n in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2) if n <= min(d_in, d_out))
-
-
-@cache
-def most_even(n: int, parts: int) -> tuple[int, ...]:
-    """The factorization of n into `parts` factors whose largest and smallest are closest in ratio, ascending."""
-    return min(_factorizations(n, parts, 1), key=lambda factors: factors[-1] / factors[0])
-
-
-def _factorizations(n: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
-    """Every factorization of n into `parts` ascending factors, none below `least`."""
-    if parts == 1:
-        yield (n,)
-        return
-    first = least
-    while first**parts <= n:
-        if n % first == 0:
-            for rest in _factorizations(n // first, parts - 1, first):
-                yield (first, *rest)
-        first += 1

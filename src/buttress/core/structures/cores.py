@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from buttress.core.chain import Axes
-from buttress.core.structures.base import Structure, positive, split
-from buttress.errors import StructureError
+from buttress.core.chain import MAX_AXES, Axes
+from buttress.core.structures.base import Structure, positive
+from buttress.core.structures.sizes import split
+from buttress.errors import StructureError, quoted
+
+MAX_CORES = (MAX_AXES + 1) // 3
+"""Largest number of cores: each has an input axis, an output axis and a bond to the next."""
 
 
 def bond_ranks(structure: Structure, rank: int | tuple[int, ...], cores: int) -> tuple[int, ...]:
@@ -21,20 +25,22 @@ def bond_ranks(structure: Structure, rank: int | tuple[int, ...], cores: int) ->
         One rank for each bond.
 
     Raises:
-        StructureError: If a value is not a positive integer, there are fewer than 2 cores, or the ranks do not match
-            the number of bonds.
+        StructureError: If a value is not a positive integer, there are fewer than 2 cores or too many, or the ranks do
+            not match the number of bonds.
     """
     positive(structure, cores=cores)
     if cores < 2:
         raise StructureError(f"{type(structure).__name__}: cores must be an integer >= 2, got {cores}")
+    if cores > MAX_CORES:
+        raise StructureError(f"{type(structure).__name__}: cores must be at most {MAX_CORES}, got {cores}")
     ranks = rank if isinstance(rank, tuple) else (rank,) * (cores - 1)
-    for r in ranks:
-        positive(structure, rank=r)
     if len(ranks) != cores - 1:
         raise StructureError(
             f"{type(structure).__name__}: {cores} cores have {cores - 1} bonds, "
-            f"but rank={rank!r} gives {len(ranks)} ranks: give one number or {cores - 1}"
+            f"but rank={quoted(rank)} gives {len(ranks)} ranks: give one number or {cores - 1}"
         )
+    for r in ranks:
+        positive(structure, rank=r)
     return ranks
 
 

@@ -1,7 +1,8 @@
 """Kronecker: W = kron(L, R), with L acting on the slow input axis and R on the fast one."""
 
 from buttress.core.chain import Chain
-from buttress.core.structures.base import Structure, split, structure
+from buttress.core.structures.base import Structure, structure
+from buttress.core.structures.sizes import split
 
 
 @structure

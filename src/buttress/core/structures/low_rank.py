@@ -5,7 +5,7 @@ from math import ceil, isqrt, sqrt
 
 from buttress.core.chain import Chain
 from buttress.core.structures.base import Structure, positive, structure
-from buttress.errors import StructureError
+from buttress.errors import StructureError, quoted
 
 
 @structure
@@ -27,12 +27,13 @@ class LowRank(Structure):
     def __post_init__(self) -> None:
         if self.rank is not None and self.fraction is not None:
             raise StructureError(
-                f"LowRank: give rank or fraction, not both (rank={self.rank}, fraction={self.fraction})"
+                f"LowRank: give rank or fraction, not both (rank={quoted(self.rank)}, fraction={quoted(self.fraction)})"
             )
         if self.rank is not None:
             positive(self, rank=self.rank)
-        if self.fraction is not None and not (isinstance(self.fraction, float | int) and 0 < self.fraction <= 1):
-            raise StructureError(f"LowRank: fraction must be in (0, 1], got {self.fraction!r}")
+        is_number = isinstance(self.fraction, float | int) and not isinstance(self.fraction, bool)
+        if self.fraction is not None and not (is_number and 0 < self.fraction <= 1):
+            raise StructureError(f"LowRank: fraction must be in (0, 1], got {quoted(self.fraction)}")
         if self.fraction is not None:
             object.__setattr__(self, "fraction", float(self.fraction))  # numpy floats have a different repr
 

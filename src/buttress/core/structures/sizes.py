@@ -1,0 +1,110 @@
+"""Sizes of layers and of integer options: their bounds, and how a size is split into even factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from buttress.errors import StructureError, quoted
+
+MAX_SIZE = 2**40
+"""Largest size of a layer and largest integer option of a structure: far beyond any memory."""
+
+MAX_PARTS = 64
+"""Largest number of factors of a split: 2 to this power exceeds any size."""
+
+MAX_AXIS_RATIO = 2
+"""Largest ratio between the axes of one split; a size that splits less evenly is padded."""
+
+MAX_PADDING = 2**16
+"""How far the next size that splits evenly may be away, so that the search for it ends."""
+
+
+def check_size(n: int) -> None:
+    """Check that a layer can have `n` inputs or outputs.
+
+    Args:
+        n: The size.
+
+    Raises:
+        StructureError: If it is not an integer between 1 and `MAX_SIZE`.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise StructureError(f"a layer needs at least 1 input and 1 output, got a size of {quoted(n)}")
+    if n > MAX_SIZE:
+        raise StructureError(f"a layer has at most 2^40 inputs and outputs, got a size of {quoted(n)}")
+
+
+def split(n: int, parts: int) -> tuple[int, ...]:
+    """The most even factors of n, ascending; a size whose factors are less even than 2:1 is padded.
+
+    The factors multiply to n, or to the next larger number whose most even factors are within 2:1.
+
+    Args:
+        n: The size to split, at least 1.
+        parts: The number of factors, at least 1.
+
+    Returns:
+        `parts` factors, ascending.
+
+    Raises:
+        StructureError: If `n` or `parts` is not an integer >= 1 or too large, or no number close to `n` splits evenly.
+
+    Example:
+        >>> split(768, 2), split(1024, 3), split(13, 2)
+        ((24, 32), (8, 8, 16), (3, 5))
+    """
+    check_size(n)
+    if not isinstance(parts, int) or not 1 <= parts <= MAX_PARTS:
+        raise StructureError(f"a size is split into 1 to {MAX_PARTS} parts, got {quoted(parts)}")
+    return _split(n, parts)
+
+
+@lru_cache(maxsize=4096)
+def _split(n: int, parts: int) -> tuple[int, ...]:
+    """`split` of checked arguments."""
+    if n <= 2**parts:
+        # No factor is above 2: the answer is a power of two, which may be far away.
+        twos = (n - 1).bit_length()
+        return (1,) * (parts - twos) + (2,) * twos
+    for padded in range(n, n + MAX_PADDING):
+        factors = min(_even_factorizations(padded, parts), key=lambda f: f[-1] / f[0], default=None)
+        if factors is not None:
+            return factors
+    raise StructureError(
+        f"no size from {n:,} to {n + MAX_PADDING:,} splits into {parts} factors within 2:1: use fewer cores"
+    )
+
+
+def _even_factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every factorization of n into `parts` ascending factors, the last at most twice the first."""
+    if parts == 1:
+        yield (n,)
+        return
+    # The first factor is within 2:1 of the root, so a prime of 2^40 takes 300,000 divisions.
+    for first in range(max(1, _root(n // MAX_AXIS_RATIO ** (parts - 1), parts)), _root(n, parts) + 1):
+        if n % first == 0:
+            for rest in _factorizations(n // first, parts - 1, first, MAX_AXIS_RATIO * first):
+                yield (first, *rest)
+
+
+def _factorizations(n: int, parts: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Every factorization of n into `parts` ascending factors, each from `least` to `most`."""
+    if parts == 1:
+        if least <= n <= most:
+            yield (n,)
+        return
+    for first in range(max(least, -(-n // most ** (parts - 1))), _root(n, parts) + 1):
+        if n % first == 0:
+            for rest in _factorizations(n // first, parts - 1, first, most):
+                yield (first, *rest)
+
+
+def _root(n: int, degree: int) -> int:
+    """The largest integer whose power is at most n."""
+    root: int = round(n ** (1 / degree))
+    while root**degree > n:
+        root -= 1
+    while (root + 1) ** degree <= n:
+        root += 1
+    return root
