@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports pytest test-slow test-gpu docs notebooks site bench bench-gpu sanitize clean
+.PHONY: demo test lint types imports pytest test-slow test-gpu docs notebooks site bench bench-gpu sanitize fuzz clean
 
 demo: $(READY)
 	$(BIN)/buttress demo
@@ -12,8 +12,8 @@ demo: $(READY)
 test: lint types imports pytest
 
 lint: $(READY)
-	$(BIN)/ruff format --check src tests examples benchmarks docs
-	$(BIN)/ruff check src tests examples benchmarks docs
+	$(BIN)/ruff format --check src tests fuzz examples benchmarks docs
+	$(BIN)/ruff check src tests fuzz examples benchmarks docs
 
 types: $(READY)
 	$(BIN)/mypy
@@ -26,6 +26,10 @@ pytest: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow
+
+# At most 20 minutes; `make fuzz AREA=plans SEED=1`, and `make fuzz AREA=plans CASE=123` to repeat one case.
+fuzz: $(READY)
+	$(BIN)/python -m fuzz $(AREA) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py --figures
