@@ -27,7 +27,7 @@ def mutate_json(value: Any, random: Random, count: int = 1) -> Any:
     for _ in range(count):
         places = list(_places(value))
         if not places:
-            return random.choice(EXTREMES)
+            return deepcopy(random.choice(EXTREMES))
         holder, key = random.choice(places)
         random.choice(_CHANGES)(holder, key, random)
     return value
@@ -42,7 +42,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _set_extreme(holder: Any, key: Any, random: Random) -> None:
-    holder[key] = random.choice(EXTREMES)
+    holder[key] = deepcopy(random.choice(EXTREMES))
 
 
 def _delete(holder: Any, key: Any, random: Random) -> None:
@@ -65,7 +65,7 @@ def _rename(holder: Any, key: Any, random: Random) -> None:
 
 def _swap(holder: Any, key: Any, random: Random) -> None:
     other = random.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-    holder[key], holder[other] = holder[other], holder[key]
+    holder[key], holder[other] = holder[other], holder[key]  # of one container, so that no cycle arises
 
 
 def _tweak(holder: Any, key: Any, random: Random) -> None:
@@ -101,7 +101,7 @@ def mutate_text(text: str, random: Random) -> str:
     if kind == 3:
         return text[:start] + random.choice(CHARACTERS) + text[start + 1 :]
     if kind == 4:
-        return text[:start] + text[start:end] * random.choice((2, 30, 2000)) + text[end:]
+        return text[:start] + text[start : start + 20] * random.choice((2, 30, 2000)) + text[end:]
     if kind == 5:
         digits = [i for i, c in enumerate(text) if c.isascii() and c.isdigit()]
         at = random.choice(digits) if digits else start

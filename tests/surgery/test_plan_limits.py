@@ -28,8 +28,9 @@ def plan_text(*rows: Any, **changes: Any) -> str:
         (plan_text(format="x" * 10_000), "buttress-plan version 1 is understood"),
         (plan_text(layers={"a" * 10_000: 1}), "the layers of a plan are a list of at most"),
         (plan_text(ROW, ROW), "names a layer twice: 'mlp.0'"),
+        ('{"format": "other", "layers": []}', "not a buttress plan"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_a_text_that_is_no_plan(text: str, message: str) -> None:
     with pytest.raises(bt.PlanError, match=message) as caught:
@@ -69,6 +70,7 @@ def test_a_text_beyond_any_plan() -> None:
         ({"std": -1.0}, "std must be a number >= 0"),
         ({"std": float("nan")}, "std must be a number >= 0"),
         ({"std": float("inf")}, "std must be a number >= 0"),
+        ({"std": 1e308}, "std must be a number >= 0 and at most 1e\\+06"),
         ({"std": 10**400}, "cannot be read"),
         ({"std": True}, "True is no float or int"),
         ({"tied": 3}, "3 is no str"),

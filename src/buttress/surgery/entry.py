@@ -9,6 +9,10 @@ from buttress.core.structures import Structure, parse
 from buttress.errors import PlanError, quoted
 
 
+MAX_STD = 1e6
+"""Largest standard deviation in a plan: with much larger ones, numbers overflow."""
+
+
 @dataclass(frozen=True)
 class PlanEntry:
     """How one linear layer or embedding is replaced.
@@ -67,8 +71,8 @@ class PlanEntry:
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise PlanError(f"a layer of this plan cannot be read ({reason}): {quoted(row)}") from None
-        if entry.std is not None and not 0 <= entry.std < float("inf"):
-            raise PlanError(f"{quoted(entry.name)}: std must be a number >= 0, got {entry.std}")
+        if entry.std is not None and not 0 <= entry.std <= MAX_STD:
+            raise PlanError(f"{quoted(entry.name)}: std must be a number >= 0 and at most {MAX_STD:g}, got {entry.std}")
         if entry.split is not None and (not entry.split or min(entry.split) < 1):
             raise PlanError(f"{quoted(entry.name)}: the plan splits it into {quoted(entry.split)}, not into sizes >= 1")
         return entry

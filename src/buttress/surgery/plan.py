@@ -107,13 +107,12 @@ class Plan:
             raise PlanError(f"a plan is a text of at most {MAX_TEXT:,} characters")
         try:
             data = json.loads(text)
-            supported = data["format"] == "buttress-plan" and data["version"] == 1
-            rows = data["layers"]
+            form, version, rows = data["format"], data["version"], data["layers"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise PlanError("this is not a buttress plan: JSON with format, version and layers is needed") from None
-        if not supported:
+        if (form, version) != ("buttress-plan", 1):
             raise PlanError(
-                f"this plan is of format {quoted(data['format'])}, version {quoted(data['version'])}; "
+                f"this plan is of format {quoted(form)}, version {quoted(version)}; "
                 "buttress-plan version 1 is understood"
             )
         if not isinstance(rows, list) or len(rows) > MAX_LAYERS:
