@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from buttress.core.structures import Structure, parse
 from buttress.errors import PlanError, quoted
 
-
 MAX_STD = 1e6
 """Largest standard deviation in a plan: with much larger ones, numbers overflow."""
 
