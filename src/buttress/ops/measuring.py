@@ -13,6 +13,7 @@ from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.scaling import init_std
 from buttress.ops.fused import availability, tuned
+from buttress.ops.fused.launches import OversizeKernelError
 from buttress.ops.layouts import layouts_of
 from buttress.ops.speeds import Row, Times, dtype_key
 from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES, Tuning, default_tuning
@@ -138,13 +139,11 @@ def measure_layer(
         times = {"bmm": time_passes(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors)}
         tuning = None
         if layouts_of(chain).strided is not None and availability.TRITON and device.type == "cuda":
-            from triton.runtime.errors import OutOfResources
-
             try:
                 tuning = tune(chain, x, factors)
                 with tuned(tuning):
                     times["triton"] = time_passes(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
-            except OutOfResources:
+            except OversizeKernelError:
                 tuning = None  # the GPU is too small for the kernels
     signature = layouts_of(chain).signature
     return Row(label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), signature, linear, times, tuning)
@@ -178,12 +177,10 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
         return torch.autograd.grad(forward(), [leaf, *factors], dy)
 
     def milliseconds(function: Callable[[], object], tuning: Tuning) -> float:
-        from triton.runtime.errors import OutOfResources
-
         with tuned(tuning):
             try:
                 return graph_time_ms(function, x.device, TUNING_SECONDS)
-            except OutOfResources:
+            except OversizeKernelError:
                 return float("inf")
 
     base = default_tuning(layouts_of(chain).signature, x.itemsize)  # type: ignore[arg-type]

@@ -9,6 +9,8 @@ import buttress as bt
 from buttress.ops.fused.launches import (
     MAX_SHARED_BYTES,
     DeviceLimits,
+    Launch,
+    OversizeKernelError,
     TensorSpec,
     cdiv,
     device_limits,
@@ -62,3 +64,37 @@ def test_offsets_are_in_units_of_their_alignment() -> None:
     source, target = kernel_strides(right)
     assert source == (4, 0, 1, 4)
     assert target == (10, 0, 1, 2)
+
+
+def test_a_capture_before_the_first_use_is_refused_before_anything_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = bt.BTT(rank=2).chain(20, 46)
+    strided = strided_chain(chain)
+    assert strided is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for build in (lambda: offset_table(strided.factors[0], CPU), lambda: Launch(None, {}).compile()):
+        with pytest.raises(bt.ButtressError, match=r"run the same step once before the capture, .* bt\.graphed\(\)"):
+            build()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    table = offset_table(strided.factors[0], CPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert offset_table(strided.factors[0], CPU) is table, "what is there already may be captured"
+
+
+def test_a_kernel_that_the_gpu_has_no_room_for_is_refused_with_advice() -> None:
+    errors = pytest.importorskip("triton.runtime.errors", reason="the kernels are written in triton")
+
+    class Compiled:
+        def _init_handles(self) -> None:
+            raise errors.OutOfResources(120_000, 101_376, "shared memory")
+
+    class Kernel:
+        arg_names = ()
+
+        def warmup(self, *args: object, **kwargs: object) -> Compiled:
+            return Compiled()
+
+    launch = Launch(Kernel(), {})
+    for _ in range(2):
+        with pytest.raises(OversizeKernelError, match=r"120,000 needed, 101,376 there\): bt\.calibrate"):
+            launch.compile()

@@ -165,9 +165,9 @@ def _backward_plan(
     return FactorPlan(offset_table(factor, spec.device), factor.blocks * parts, Launch(kernels.backward, constants))
 
 
-@lru_cache(maxsize=8)
-def _reduce_launch(device: torch.device, dtype: torch.dtype, scaled: bool) -> Launch:
-    # A launch is compiled for one device and dtype, so both are cache keys.
+@lru_cache(maxsize=16)
+def _reduce_launch(device: torch.device, dtype: torch.dtype, scaled: bool, wide: bool) -> Launch:
+    # A launch is compiled for one device, one dtype and one width of the number of entries, so all are cache keys.
     return Launch(kernels.reduce_gradients, {"SCALED": scaled, "B": REDUCED_ENTRIES, "num_warps": 4, "num_stages": 1})
 
 
@@ -179,7 +179,7 @@ def _reduce(
     lanes, shared = weight_parts.shape[0], factor.blocks // factor.slices
     width = 0 if bias_parts is None else bias_parts.shape[1]
     dbias = None if bias_parts is None else weight.new_empty(width)
-    launch = _reduce_launch(weight.device, weight.dtype, scale is not None)
+    launch = _reduce_launch(weight.device, weight.dtype, scale is not None, weight.numel() >= 1 << 31)
     launch(
         cdiv(weight.numel(), REDUCED_ENTRIES) + cdiv(width, REDUCED_ENTRIES),
         weight_parts, weight if scale is None else scale, dw,
