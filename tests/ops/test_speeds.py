@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -145,3 +146,24 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert speeds.cache_folder() == tmp_path / "xdg" / "buttress"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert speeds.cache_folder() == Path.home() / ".cache" / "buttress"
+
+
+def test_a_gpu_without_measured_speeds_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["NVIDIA A100-SXM4-80GB", "NVIDIA L4", GPU]
+    monkeypatch.setattr(speeds, "gpu_name", names.__getitem__)
+    speeds.store_rows(GPU, [row(bt.BTT(), 1024, 32768, 1.0, 2.0)])
+    speeds.report_unmeasured_gpu.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for width in (256, 1024, 4096):
+            strided = strided_chain(bt.BTT().chain(width, width))
+            assert strided is not None
+            for index in (0, 1, 2):
+                speeds.prefers_kernels(strided.signature, torch.bfloat16, index, 64, True, True)
+    messages = [r.getMessage() for r in caplog.records]
+    assert [name in message for name, message in zip(names, messages, strict=False)] == [True, True]
+    assert len(messages) == 2
+    for message in messages:
+        assert "structured layers use torch.bmm. bt.calibrate(model, tokens) measures" in message
+        assert "\n" not in message

@@ -1,9 +1,11 @@
-"""Timing the implementations of a layer, on any device."""
+"""Timing the implementations of a layer, on any device; if asked for, at its first use."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from math import log2
 from statistics import median
 
 import torch
@@ -13,10 +15,14 @@ from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.scaling import init_std
 from buttress.ops.fused import availability, tuned
+from buttress.ops.fused.checks import DTYPES
 from buttress.ops.fused.launches import OversizeKernelError
 from buttress.ops.layouts import layouts_of
-from buttress.ops.speeds import Row, Times, dtype_key
+from buttress.ops.speeds import MAX_SIZE_RATIO, Row, Times, dtype_key, gpu_name, nearest, store_rows, table
+from buttress.ops.strides import Signature
 from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES, Tuning, default_tuning
+
+log = logging.getLogger(__name__)
 
 TIMING_SECONDS, TUNING_SECONDS = 0.08, 0.03
 """Seconds of repetitions for a time that is stored, and for one that only compares launch options."""
@@ -189,3 +195,41 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
     fastest_forward = min(FORWARD_CANDIDATES, key=lambda f: milliseconds(forward, Tuning(f, base.backward)))
     fastest_backward = min(BACKWARD_CANDIDATES, key=lambda b: milliseconds(both, Tuning(fastest_forward, b)))
     return Tuning(fastest_forward, fastest_backward)
+
+
+used_layers: set[tuple[Signature, str, int, int]] = set()
+"""Layers that `measure_at_first_use` has been called for: signature, dtype, GPU, and bit length of the tokens."""
+
+
+def measure_at_first_use(chain: Chain, x: Tensor) -> None:
+    """Measure a layer, unless a similar one was measured on this GPU, and store its times in the user's table.
+
+    Nothing happens where nothing can be measured: in a CUDA graph capture, under a dispatch mode or a function
+    transform, or if the kernels do not support the layer.
+
+    Args:
+        chain: The chain.
+        x: An input on a GPU.
+
+    Shape:
+        x is (tokens, d_in).
+    """
+    signature, index = layouts_of(chain).signature, x.device.index or 0
+    if signature is None or x.dtype not in DTYPES or not availability.TRITON or not x.shape[0]:
+        return
+    layer = signature, dtype_key(x.dtype), index, x.shape[0].bit_length()
+    observed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    if layer in used_layers or observed or torch.cuda.is_current_stream_capturing():
+        return
+    used_layers.add(layer)
+    tokens = 1 << (x.shape[0].bit_length() - 1)
+    row = nearest(table(gpu_name(index)), signature, dtype_key(x.dtype), tokens)
+    if row is not None and abs(log2(row.tokens / tokens)) <= log2(MAX_SIZE_RATIO):
+        return
+    label = "chain of " + ", ".join(f"{blocks} × {d_in} × {d_out}" for blocks, d_in, d_out in signature[0])
+    try:
+        # The random numbers and the modes of the caller stay as they are.
+        with torch.random.fork_rng(devices=[index]), torch.inference_mode(False):
+            store_rows(gpu_name(index), [measure_layer(chain, label, tokens, x.dtype, x.device)])
+    except torch.OutOfMemoryError:
+        log.warning("a layer of %d -> %d was not measured: no memory is left for it", chain.d_in, chain.d_out)
