@@ -31,9 +31,26 @@ def test_the_median_is_in_milliseconds() -> None:
         calls.append(None)
         time.sleep(0.002)
 
-    assert 2.0 <= measuring.time_ms(wait, CPU, seconds=0.01) < 50.0
+    assert 2.0 <= measuring.sample_ms(wait, CPU, seconds=0.01).ms < 50.0
     assert len(calls) >= 4, "one call to warm up, three at least to measure"
-    assert 2.0 <= measuring.graph_time_ms(wait, CPU, seconds=0.001) < 50.0
+    assert 2.0 <= measuring.graph_sample_ms(wait, CPU, seconds=0.001).ms < 50.0
+
+
+def test_the_spread_is_the_interquartile_range_over_the_median() -> None:
+    assert measuring.Sample.of([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2 / 3)
+    assert measuring.Sample.of([2.0, 2.0, 2.0]) == (2.0, 0.0)
+
+
+def test_calls_that_take_turns_being_slow_have_a_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, durations = [0.0], iter([1.0, *[0.010, 0.014] * 20])
+
+    def call() -> None:
+        now[0] += next(durations)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    sample = measuring.sample_ms(call, CPU, seconds=0.2)
+    assert 10 <= sample.ms <= 14, "the first call does not count"
+    assert sample.spread == pytest.approx(0.4, abs=0.1)
 
 
 def test_all_four_times_are_measured_whether_gradients_are_enabled_or_not() -> None:

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from math import log2
-from statistics import median
+from statistics import median, quantiles
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,19 +31,37 @@ FLUSH_BYTES = 1 << 28
 """Bytes written before each repetition, to flush the caches of the GPU."""
 
 
-def time_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> float:
-    """The median time of repeated calls.
+class Sample(NamedTuple):
+    """The median of repeated calls.
+
+    Args:
+        ms: Milliseconds.
+        spread: How much the calls differ: their interquartile range divided by the median.
+    """
+
+    ms: float
+    spread: float
+
+    @classmethod
+    def of(cls, ms: Sequence[float]) -> Sample:
+        """The sample of at least two durations."""
+        lower, middle, upper = quantiles(ms, method="inclusive")
+        return cls(middle, (upper - lower) / middle)
+
+
+def sample_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> Sample:
+    """Time repeated calls.
 
     Args:
         function: The function to time.
         device: The device on which it runs.
-        seconds: Approximate duration of the repetitions.
+        seconds: Approximate duration of the repetitions; there are three at least.
 
     Returns:
-        Milliseconds.
+        Their median and their spread.
     """
     if device.type != "cuda":
-        return _cpu_time_ms(function, seconds)
+        return _cpu_sample_ms(function, seconds)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def run(count: int) -> list[float]:
@@ -57,35 +76,40 @@ def time_ms(function: Callable[[], object], device: torch.device, seconds: float
         return [start.elapsed_time(end) for start, end in pairs]
 
     run(2)
-    return median(run(max(5, min(200, int(1e3 * seconds / median(run(3)))))))
+    return Sample.of(run(max(5, min(200, int(1e3 * seconds / median(run(3)))))))
 
 
-def _cpu_time_ms(function: Callable[[], object], seconds: float) -> float:
+def _cpu_sample_ms(function: Callable[[], object], seconds: float) -> Sample:
     function()
     durations: list[float] = []
     begin = time.perf_counter()
     while len(durations) < 3 or time.perf_counter() - begin < seconds:
         start = time.perf_counter()
         function()
-        durations.append(time.perf_counter() - start)
-    return 1e3 * median(durations)
+        durations.append(1e3 * (time.perf_counter() - start))
+    return Sample.of(durations)
 
 
-def graph_time_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> float:
-    """The median time of replaying a call from a CUDA graph, which excludes host time; otherwise as `time_ms`."""
+def graph_sample_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> Sample:
+    """Time replays of a call from a CUDA graph, which excludes host time; otherwise as `sample_ms`."""
     if device.type != "cuda":
-        return time_ms(function, device, seconds)
+        return sample_ms(function, device, seconds)
     for _ in range(2):
         function()
     graph = torch.cuda.CUDAGraph()
     # On the stream where the leaves were created, or autograd would wait for another in the middle of the capture.
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device)):
         function()
-    return time_ms(graph.replay, device, seconds)
+    return sample_ms(graph.replay, device, seconds)
+
+
+def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
+    """The times of `sample_passes`, without their spread."""
+    return sample_passes(call, x, weights)[0]
 
 
 @torch.enable_grad()  # may be called while gradients are disabled
-def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
+def sample_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> tuple[Times, float]:
     """Time the forward pass of a function, and forward and backward together, with a CUDA graph and without one.
 
     Args:
@@ -94,7 +118,7 @@ def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[T
         weights: Further tensors whose gradients are computed.
 
     Returns:
-        The four times.
+        The four times, and the largest of their spreads. A CPU has no graphs: there they are two different times.
     """
     leaf = x.detach().requires_grad_()
     with torch.no_grad():
@@ -111,12 +135,9 @@ def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[T
     def both() -> object:
         return torch.autograd.grad(call(leaf), [leaf, *weights], dy)
 
-    return Times(
-        forward=round(graph_time_ms(forward, x.device), 5),
-        both=round(graph_time_ms(both, x.device), 5),
-        forward_eager=round(time_ms(forward, x.device), 5),
-        both_eager=round(time_ms(both, x.device), 5),
-    )
+    samples = [graph_sample_ms(forward, x.device), graph_sample_ms(both, x.device)]
+    samples += [sample_ms(forward, x.device), sample_ms(both, x.device)] if x.is_cuda else samples
+    return Times(*(round(sample.ms, 5) for sample in samples)), max(sample.spread for sample in samples)
 
 
 def measure_layer(
@@ -138,27 +159,30 @@ def measure_layer(
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):
         x = torch.randn(tokens, chain.d_in, device=device, dtype=dtype)
-        linear = linear or measure_linear(chain.d_in, chain.d_out, x)
+        linear, linear_spread = (linear, 0.0) if linear else sample_linear(chain.d_in, chain.d_out, x)
         factors = [
             torch.randn(f.shape, device=device, dtype=dtype).mul_(init_std(f)).requires_grad_() for f in chain.factors
         ]
-        times = {"bmm": time_passes(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors)}
+        samples = {"bmm": sample_passes(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors)}
         tuning = None
         if layouts_of(chain).strided is not None and availability.TRITON and device.type == "cuda":
             try:
                 tuning = tune(chain, x, factors)
                 with tuned(tuning):
-                    times["triton"] = time_passes(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
+                    samples["triton"] = sample_passes(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
             except OversizeKernelError:
                 tuning = None  # the GPU is too small for the kernels
-    signature = layouts_of(chain).signature
-    return Row(label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), signature, linear, times, tuning)
+    return Row(
+        label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), layouts_of(chain).signature, linear,
+        {name: times for name, (times, _) in samples.items()}, tuning,
+        spread=round(max(linear_spread, *(spread for _, spread in samples.values())), 3),
+    )  # fmt: skip
 
 
-def measure_linear(d_in: int, d_out: int, x: Tensor) -> Times:
-    """Times of nn.Linear of these sizes, for the input x."""
+def sample_linear(d_in: int, d_out: int, x: Tensor) -> tuple[Times, float]:
+    """Times of nn.Linear of these sizes, for the input x, and their spread."""
     weight = torch.randn(d_out, d_in, device=x.device, dtype=x.dtype).mul_(d_in**-0.5).requires_grad_()
-    return time_passes(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
+    return sample_passes(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
 
 
 @torch.enable_grad()
@@ -185,7 +209,7 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
     def milliseconds(function: Callable[[], object], tuning: Tuning) -> float:
         with tuned(tuning):
             try:
-                return graph_time_ms(function, x.device, TUNING_SECONDS)
+                return graph_sample_ms(function, x.device, TUNING_SECONDS).ms
             except OversizeKernelError:
                 return float("inf")
 

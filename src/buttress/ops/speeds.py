@@ -82,6 +82,7 @@ class Row:
         linear: Times of nn.Linear of the same sizes.
         times: Times by implementation.
         tuning: The fastest launch options of the kernels, where they were measured.
+        spread: The largest interquartile range of the times, divided by their median.
     """
 
     structure: str
@@ -93,6 +94,7 @@ class Row:
     linear: Times
     times: Mapping[str, Times]
     tuning: Tuning | None = None
+    spread: float = 0.0
 
     @property
     def best(self) -> str:
@@ -135,6 +137,7 @@ class Row:
             linear=Times(**data["linear"]),
             times={name: Times(**t) for name, t in data["times"].items()},
             tuning=tuning and Tuning(Forward(**tuning["forward"]), Backward(**tuning["backward"])),
+            spread=float(data.get("spread", 0.0)),  # not in tables of version 0.1
         )
 
 
