@@ -132,7 +132,8 @@ def test_a_time_is_chosen_by_what_is_run_and_who_launches() -> None:
 
 
 def test_a_row_is_the_same_after_it_was_json() -> None:
-    for original in (row(bt.BTT(), 1024, 64, 1.0, 2.0), replace(row(bt.BTT(), 64, 8, 1.0, 2.0), tuning=None)):
+    plain = row(bt.BTT(), 1024, 64, 1.0, 2.0)
+    for original in (plain, replace(plain, tuning=None), replace(plain, spread=0.25)):
         again = speeds.Row.from_json(json.loads(json.dumps(original.as_json())))
         assert again == original
         assert again.key == original.key

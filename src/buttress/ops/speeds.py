@@ -107,8 +107,11 @@ class Row:
         return self.structure, self.d_in, self.d_out, self.tokens, self.dtype
 
     def as_json(self) -> dict[str, Any]:
-        """The row as plain data."""
-        return asdict(self)
+        """The row as plain data, in the form of version 0.1 if no spread was measured."""
+        data = asdict(self)
+        if not self.spread:
+            del data["spread"]
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
