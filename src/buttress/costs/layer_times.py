@@ -11,6 +11,7 @@ import torch
 
 from buttress.core.chain import Chain
 from buttress.core.structures import Structure
+from buttress.devices import local_device
 from buttress.errors import ButtressError
 from buttress.ops.speeds import Row, Times, dtype_key, store_rows, table
 
@@ -44,19 +45,12 @@ class TimedDevice:
     @classmethod
     def of(cls, device: torch.device | str | None) -> TimedDevice:
         """For a torch device (default: a GPU if there is one), or for the name of a GPU with a table."""
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if isinstance(device, str) and table(device):
+            return cls(device, None)
         try:
-            local = torch.device(device)
-        except RuntimeError:
-            if not table(str(device)):
-                raise ButtressError(
-                    f"{device!r} is neither a torch device nor a GPU with a measured-speed table: "
-                    "give 'cuda', 'cpu', or a GPU's name such as 'NVIDIA H200'"
-                ) from None
-            return cls(str(device), None)
-        if local.type == "cuda" and not torch.cuda.is_available():
-            raise ButtressError(f"{device!r} was requested, but torch finds no GPU: give the name of a GPU instead")
+            local = local_device(device)
+        except ButtressError as error:
+            raise ButtressError(f"{error}; or the name of a GPU with measured speeds, such as 'NVIDIA H200'") from None
         if local.type not in ("cuda", "cpu"):
             raise ButtressError(f"speeds are measured on cuda and cpu, not on {local.type}")
         return cls(torch.cuda.get_device_name(local) if local.type == "cuda" else "this machine's CPU", local)
