@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 import buttress as bt
+from buttress.ops.fused import launches
 from buttress.ops.fused.launches import (
     MAX_SHARED_BYTES,
     DeviceLimits,
@@ -14,6 +18,7 @@ from buttress.ops.fused.launches import (
     TensorSpec,
     cdiv,
     device_limits,
+    fitting_tile,
     kernel_strides,
     lane_count,
     offset_table,
@@ -21,6 +26,7 @@ from buttress.ops.fused.launches import (
     tile_size,
 )
 from buttress.ops.strides import strided_chain
+from kernel_cases import DEVICE, check
 
 CPU = torch.device("cpu")
 
@@ -36,6 +42,33 @@ def test_stages_are_limited_by_shared_memory() -> None:
     assert stage_count(CPU, 4, MAX_SHARED_BYTES - 2048, 1024, 0) == 2
     assert stage_count(CPU, 4, MAX_SHARED_BYTES, 1024, 1024) == 1
     assert device_limits(CPU) == DeviceLimits()
+
+
+def test_tiles_are_halved_until_they_fit() -> None:
+    assert fitting_tile(CPU, 128, lambda n: n * 1024) == 128
+    assert fitting_tile(CPU, 128, lambda n: n * MAX_SHARED_BYTES // 32) == 32
+    assert fitting_tile(CPU, 128, lambda n: MAX_SHARED_BYTES + 1) == 16
+
+
+@pytest.mark.parametrize(("shared_kib", "width", "outputs"), [(200, 200, 64), (75, 204, 32), (24, 208, 16)])
+def test_a_gpu_with_less_shared_memory_gets_smaller_tiles_and_the_same_result(
+    shared_kib: int, width: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each limit has a width of its own, because launches are cached by size."""
+    pytest.importorskip("triton", reason="the kernels are written in triton")
+    launched: list[dict[str, Any]] = []
+    call = Launch.__call__
+
+    def record(self: Launch, programs: int, *args: Any) -> None:
+        launched.append(self.constants)
+        call(self, programs, *args)
+
+    monkeypatch.setattr(Launch, "__call__", record)
+    limits = replace(device_limits(torch.device(DEVICE)), program_shared_bytes=shared_kib << 10)
+    monkeypatch.setattr(launches, "device_limits", lambda device: limits)
+    check(bt.BlockDiagonal(2), width, width, 3)
+    forward = [constants for constants in launched if "W_ON_CHIP" in constants]
+    assert {constants["BJ"] for constants in forward} == {outputs}
 
 
 @pytest.mark.parametrize(

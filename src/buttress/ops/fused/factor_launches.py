@@ -18,6 +18,7 @@ from buttress.ops.fused.launches import (
     TensorSpec,
     cdiv,
     device_limits,
+    fitting_tile,
     kernel_strides,
     lane_count,
     offset_table,
@@ -126,6 +127,8 @@ def _forward_plan(
     on_chip = inputs <= MAX_ON_CHIP
     bk = tile_size(inputs, MAX_ON_CHIP if on_chip else 64)
     bj = tile_size(outputs, max(16, min(tuning.out, 65536 // (bk * itemsize))))
+    weights = 1 if on_chip else 2
+    bj = fitting_tile(spec.device, bj, lambda n: (weights * bk * n + bk * TILE_TOKENS + n * TILE_TOKENS) * itemsize)
     tile = (bk * TILE_TOKENS + (0 if on_chip else bk * bj)) * itemsize
     constants = {
         "K": inputs, "J": outputs, "SRC_STRIDES": source_strides, "DST_STRIDES": target_strides,
@@ -150,6 +153,7 @@ def _backward_plan(
     all_outputs = outputs <= MAX_ON_CHIP
     bj = tile_size(outputs, MAX_ON_CHIP) if all_outputs else 64
     bk = tile_size(inputs, max(16, min(MAX_ON_CHIP, tuning.numbers // bj)))
+    bk = fitting_tile(spec.device, bk, lambda n: (n * bj + (n + bj + max(n, bj)) * TILE_TOKENS) * itemsize)
     source_strides, target_strides = kernel_strides(factor)
     constants = {
         "K": inputs, "J": outputs, "SRC_STRIDES": source_strides, "DST_STRIDES": target_strides,

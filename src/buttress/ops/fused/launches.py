@@ -193,6 +193,22 @@ def device_limits(device: torch.device) -> DeviceLimits:
     )
 
 
+def fitting_tile(device: torch.device, size: int, shared_bytes: Callable[[int], int]) -> int:
+    """The size of a tile, halved until a program with one stage fits a small GPU's shared memory, but at least 16.
+
+    Args:
+        device: The GPU.
+        size: A power of two.
+        shared_bytes: Shared memory of a program whose tile has a given size.
+
+    Returns:
+        A power of two. On an H200 it is `size` for all launch options that are measured.
+    """
+    while size > 16 and shared_bytes(size) > device_limits(device).program_shared_bytes:
+        size //= 2
+    return size
+
+
 def stage_count(device: torch.device, stages: int, resident: int, tile: int, scratch: int) -> int:
     """Tiles in flight at a time: at most `stages`, and no more than shared memory holds; other sizes are in bytes."""
     return max(1, min(stages, (device_limits(device).program_shared_bytes - resident - scratch) // tile))

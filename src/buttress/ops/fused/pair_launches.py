@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from buttress.ops.fused.factor_launches import FactorPlan
 from buttress.ops.fused.launches import (
     MAX_ON_CHIP,
     Launch,
+    OversizeKernelError,
     TensorSpec,
     cdiv,
     device_limits,
+    fitting_tile,
     kernel_strides,
     lane_count,
     offset_table,
@@ -128,6 +130,7 @@ def _pair_plan(
     for factor in strided.factors:
         bk = tile_size(factor.source.size, MAX_ON_CHIP)
         bj = tile_size(factor.target.size, max(16, min(tuning.out, 65536 // (bk * itemsize))))
+        bj = fitting_tile(spec.device, bj, partial(_shared_bytes, bk, itemsize))
         tiles += [bk, bj]
         stages = stage_count(
             spec.device, stages, bk * bj * itemsize, bk * TILE_TOKENS * itemsize, bj * TILE_TOKENS * itemsize
@@ -142,7 +145,16 @@ def _pair_plan(
     if spec.device.type != "cuda":
         return PairPlan(tables, programs, programs * 2, Launch(kernels.forward_pair, constants))
     launch = Launch(kernels.forward_pair, constants | {"launch_cooperative_grid": True})
-    return PairPlan(tables, programs, _resident_programs(launch, strided, spec, tables, tuning.warps, scaled), launch)
+    try:
+        resident = _resident_programs(launch, strided, spec, tables, tuning.warps, scaled)
+    except OversizeKernelError:
+        resident = 0  # a launch for each factor may still fit
+    return PairPlan(tables, programs, resident, launch)
+
+
+def _shared_bytes(bk: int, itemsize: int, bj: int) -> int:
+    """Shared memory of a program with one stage: its part of the weight, the tile it reads and the tile it writes."""
+    return (bk * bj + (bk + bj) * TILE_TOKENS) * itemsize
 
 
 def _resident_programs(
