@@ -163,3 +163,26 @@ def test_without_memory_a_layer_is_named_and_left_to_bmm(
     monkeypatch.setattr(speeds, "MEASURES_ON_FIRST_USE", True)
     assert ops.fastest(bt.BTT().chain(64, 96), on_gpu(64, 64)) == "bmm"
     assert "a layer of 64 -> 96 was not measured: no memory is left for it" in caplog.text
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_layer_is_measured_at_its_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, for which the package has no speeds."""
+    monkeypatch.setenv("BUTTRESS_CACHE", str(tmp_path))
+    monkeypatch.setattr(speeds, "MEASURES_ON_FIRST_USE", True)
+    monkeypatch.setattr(measuring, "used_layers", set())
+    speeds.clear_caches()
+    name = torch.cuda.get_device_name()
+    before = len(speeds.table(name))
+    layer = bt.StructuredLinear(512, 512, bt.BTT(rank=2), device="cuda")
+    x = torch.randn(1500, 512, device="cuda")
+    state = torch.cuda.get_rng_state()
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    rows = speeds.table(name)
+    speeds.clear_caches()
+    assert len(rows) == before + 1
+    assert rows[-1].tokens == 1024
+    assert set(rows[-1].times) == {"bmm", "triton"}
