@@ -18,7 +18,7 @@ from command_line import Finished, Invoke, run, run_without
 
 SURFACE = {
     "structures": "--width --json",
-    "inspect": "structure --d-in --d-out --json",
+    "inspect": "structure sizes --d-in --d-out --json",
     "recipes": "--json",
     "train": "settings --runs --data --device --compile --parallel --checkpoint-seconds --tensorboard --wandb --json",
     "sweep": "recipe settings --runs --data --device --workers --on --address --cpus-per-run --gpus-per-run --compile "

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("typer", reason="the command line needs buttress[lab]")
 
+import buttress as bt
+from buttress.core.chain import Chain
+from buttress.core.structures import Dense
+from buttress.core.structures.base import REGISTRY
+from buttress.costs.advice import Advice
 from command_line import Invoke
 
 
@@ -42,3 +48,49 @@ def test_the_coordinate_check_is_drawn(tmp_path: Path, invoke: Invoke) -> None:
     assert done.code == 0, done.err
     assert "slope of its change" in done.out
     assert figure.read_text().startswith("<?xml")
+
+
+def test_sizes_may_follow_the_structure(invoke: Invoke) -> None:
+    options = invoke("inspect", "btt", "--d-in", "768", "--d-out", "3072", "--json").out
+    assert invoke("inspect", "btt", "768", "3072", "--json").out == options
+    assert invoke("inspect", "btt", "256", "--json").out == invoke("inspect", "btt", "256", "256", "--json").out
+    for extra in (("8", "8", "8"), ("8", "--d-in", "4")):
+        done = invoke("inspect", "btt", *extra)
+        assert done.code == 2
+        assert "give the numbers of inputs and outputs once, such as 768 3072, not 8" in done.err
+
+
+@pytest.mark.parametrize("width", ["-4", "0"])
+def test_a_width_below_one_is_refused_by_the_name_of_its_option(width: str, invoke: Invoke) -> None:
+    done = invoke("structures", "--width", width)
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert f"--width is the number of inputs and outputs of a layer: give 1 or more, not {width}" in done.err
+
+
+def test_a_structure_that_does_not_take_the_size_is_named_and_left_out(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REGISTRY, "even_only", Dense)
+    monkeypatch.setattr(Dense, "chain", _refuse)
+    done = invoke("structures", "--width", "15", "--json")
+    assert done.code == 0
+    assert "left out: even_only (ZeroDivisionError: 15 is odd)" in done.err
+    assert "btt" in {row["structure"] for row in json.loads(done.out)}
+
+
+def _refuse(self: Dense, d_in: int, d_out: int) -> Chain:
+    raise ZeroDivisionError(f"{d_in} is odd")
+
+
+def test_bench_names_what_it_measures_and_what_it_leaves_out(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def advise(d_in: int, d_out: int, tokens: int, **options: Any) -> Advice:
+        options["progress"]("btt", 0, 2)
+        return Advice(d_in, d_out, tokens, "cpu", "forward", 1.0, (), spread=0.4, skipped=("odd (no)",))
+
+    monkeypatch.setattr(bt, "advise", advise)
+    done = invoke("bench", "64", "64")
+    assert done.code == 0, done.err
+    assert "left out: odd (no)" in done.out
+    data = json.loads(invoke("bench", "64", "64", "--json").out)
+    assert (data["spread"], data["skipped"]) == (0.4, ["odd (no)"])

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import buttress as bt
-from buttress.ops import measuring
+from buttress import ops
+from buttress.ops import measuring, speeds
+from buttress.ops.fused import availability
 from buttress.ops.layouts import layouts_of
-from buttress.ops.speeds import Times
+from buttress.ops.speeds import Row, Times
 from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES
+from speed_rows import GPU, row
 
 CPU = torch.device("cpu")
 
@@ -23,9 +31,26 @@ def test_the_median_is_in_milliseconds() -> None:
         calls.append(None)
         time.sleep(0.002)
 
-    assert 2.0 <= measuring.time_ms(wait, CPU, seconds=0.01) < 50.0
+    assert 2.0 <= measuring.sample_ms(wait, CPU, seconds=0.01).ms < 50.0
     assert len(calls) >= 4, "one call to warm up, three at least to measure"
-    assert 2.0 <= measuring.graph_time_ms(wait, CPU, seconds=0.001) < 50.0
+    assert 2.0 <= measuring.graph_sample_ms(wait, CPU, seconds=0.001).ms < 50.0
+
+
+def test_the_spread_is_the_interquartile_range_over_the_median() -> None:
+    assert measuring.Sample.of([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2 / 3)
+    assert measuring.Sample.of([2.0, 2.0, 2.0]) == (2.0, 0.0)
+
+
+def test_calls_that_take_turns_being_slow_have_a_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, durations = [0.0], iter([1.0, *[0.010, 0.014] * 20])
+
+    def call() -> None:
+        now[0] += next(durations)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    sample = measuring.sample_ms(call, CPU, seconds=0.2)
+    assert 10 <= sample.ms <= 14, "the first call does not count"
+    assert sample.spread == pytest.approx(0.4, abs=0.1)
 
 
 def test_all_four_times_are_measured_whether_gradients_are_enabled_or_not() -> None:
@@ -56,3 +81,108 @@ def test_a_row_on_a_gpu_has_the_kernels_at_their_best() -> None:
     assert row.tuning is not None
     assert row.tuning.forward in FORWARD_CANDIDATES
     assert row.tuning.backward in BACKWARD_CANDIDATES
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """(Sizes, tokens) of the layers that are measured, on a GPU that is not there."""
+    layers: list[tuple[int, int]] = []
+
+    def measure_layer(chain: Any, label: str, tokens: int, dtype: torch.dtype, device: torch.device) -> Row:
+        layers.append((chain.d_in, tokens))
+        torch.rand(1)
+        base = row(bt.BTT(), chain.d_in, tokens, triton=1.0, bmm=2.0)
+        return replace(base, structure=label, dtype=str(dtype))
+
+    monkeypatch.setenv("BUTTRESS_CACHE", str(tmp_path))
+    monkeypatch.setattr(speeds, "gpu_name", lambda index: GPU)
+    monkeypatch.setattr(measuring, "gpu_name", lambda index: GPU)
+    monkeypatch.setattr(measuring, "measure_layer", measure_layer)
+    monkeypatch.setattr(measuring, "used_layers", set())
+    monkeypatch.setattr(availability, "TRITON", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    fork_rng = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork_rng(devices=[]))
+    speeds.clear_caches()
+    yield layers
+    speeds.clear_caches()
+
+
+def on_gpu(tokens: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return SimpleNamespace(device=torch.device("cuda", 0), shape=(tokens, width), dtype=dtype)
+
+
+def test_nothing_is_measured_at_first_use_unless_asked_for(
+    measured: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = bt.BTT().chain(1024, 1024)
+    assert ops.fastest(chain, on_gpu(5000, 1024)) == "bmm"
+    assert not measured
+    monkeypatch.setattr(speeds, "MEASURES_ON_FIRST_USE", True)
+    for _ in range(3):
+        assert ops.fastest(chain, on_gpu(5000, 1024)) == "triton"
+    assert measured == [(1024, 4096)], "once, for the tokens rounded down to a power of two"
+    assert len(speeds.table(GPU)) == 1, "and stored"
+
+
+def test_only_layers_unlike_the_measured_ones_are_measured(measured: list[tuple[int, int]]) -> None:
+    for width, tokens in ((1024, 4096), (2048, 8192), (1024, 64), (1 << 16, 4096)):
+        measuring.measure_at_first_use(bt.BTT().chain(width, width), on_gpu(tokens, width))
+    assert measured == [(1024, 4096), (1024, 64), (1 << 16, 4096)]
+
+
+def test_what_cannot_be_measured_is_left_alone(
+    measured: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring.measure_at_first_use(bt.Convolution(3).chain(64, 64), on_gpu(64, 64))
+    measuring.measure_at_first_use(bt.BTT().chain(64, 64), on_gpu(64, 64, torch.float64))
+    measuring.measure_at_first_use(bt.BTT().chain(64, 64), on_gpu(0, 64))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    measuring.measure_at_first_use(bt.BTT().chain(64, 64), on_gpu(64, 64))
+    assert not measured
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    measuring.measure_at_first_use(bt.BTT().chain(64, 64), on_gpu(64, 64))
+    assert measured == [(64, 64)], "after the capture it may be"
+
+
+def test_measuring_leaves_random_numbers_alone(measured: list[tuple[int, int]]) -> None:
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        measuring.measure_at_first_use(bt.BTT().chain(64, 64), on_gpu(64, 64))
+    assert measured
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_memory_a_layer_is_named_and_left_to_bmm(
+    measured: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def out_of_memory(*_: Any) -> Row:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(measuring, "measure_layer", out_of_memory)
+    monkeypatch.setattr(speeds, "MEASURES_ON_FIRST_USE", True)
+    assert ops.fastest(bt.BTT().chain(64, 96), on_gpu(64, 64)) == "bmm"
+    assert "a layer of 64 -> 96 was not measured: no memory is left for it" in caplog.text
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_layer_is_measured_at_its_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, for which the package has no speeds."""
+    monkeypatch.setenv("BUTTRESS_CACHE", str(tmp_path))
+    monkeypatch.setattr(speeds, "MEASURES_ON_FIRST_USE", True)
+    monkeypatch.setattr(measuring, "used_layers", set())
+    speeds.clear_caches()
+    name = torch.cuda.get_device_name()
+    before = len(speeds.table(name))
+    layer = bt.StructuredLinear(512, 512, bt.BTT(rank=2), device="cuda")
+    x = torch.randn(1500, 512, device="cuda")
+    state = torch.cuda.get_rng_state()
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    rows = speeds.table(name)
+    speeds.clear_caches()
+    assert len(rows) == before + 1
+    assert rows[-1].tokens == 1024
+    assert set(rows[-1].times) == {"bmm", "triton"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -131,7 +132,8 @@ def test_a_time_is_chosen_by_what_is_run_and_who_launches() -> None:
 
 
 def test_a_row_is_the_same_after_it_was_json() -> None:
-    for original in (row(bt.BTT(), 1024, 64, 1.0, 2.0), replace(row(bt.BTT(), 64, 8, 1.0, 2.0), tuning=None)):
+    plain = row(bt.BTT(), 1024, 64, 1.0, 2.0)
+    for original in (plain, replace(plain, tuning=None), replace(plain, spread=0.25)):
         again = speeds.Row.from_json(json.loads(json.dumps(original.as_json())))
         assert again == original
         assert again.key == original.key
@@ -145,3 +147,24 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert speeds.cache_folder() == tmp_path / "xdg" / "buttress"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert speeds.cache_folder() == Path.home() / ".cache" / "buttress"
+
+
+def test_a_gpu_without_measured_speeds_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["NVIDIA A100-SXM4-80GB", "NVIDIA L4", GPU]
+    monkeypatch.setattr(speeds, "gpu_name", names.__getitem__)
+    speeds.store_rows(GPU, [row(bt.BTT(), 1024, 32768, 1.0, 2.0)])
+    speeds.report_unmeasured_gpu.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for width in (256, 1024, 4096):
+            strided = strided_chain(bt.BTT().chain(width, width))
+            assert strided is not None
+            for index in (0, 1, 2):
+                speeds.prefers_kernels(strided.signature, torch.bfloat16, index, 64, True, True)
+    messages = [r.getMessage() for r in caplog.records]
+    assert [name in message for name, message in zip(names, messages, strict=False)] == [True, True]
+    assert len(messages) == 2
+    for message in messages:
+        assert "structured layers use torch.bmm. bt.calibrate(model, tokens) measures" in message
+        assert "\n" not in message

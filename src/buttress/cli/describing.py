@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import buttress as bt
 from buttress.cli.options import Json
-from buttress.cli.output import print_json, print_table
+from buttress.cli.output import print_json, print_table, say
+from buttress.cli.progress import bars
 from buttress.lab.data import load
 from buttress.lab.runs.config import ConfigError, Run, with_fields
 
@@ -25,19 +27,14 @@ def structures(
 
     Example: `buttress structures --width 4096`
     """
+    if width < 1:
+        raise ConfigError(f"--width is the number of inputs and outputs of a layer: give 1 or more, not {width}")
     rows: list[dict[str, Any]] = []
-    for cls in bt.structures().values():
-        for structure in cls.default_candidates() or (cls(),):
-            chain = structure.chain(width, width)
-            rows.append(
-                {
-                    "structure": str(structure),
-                    "parameters": chain.params,
-                    "macs": chain.macs,
-                    "rank": chain.max_rank,
-                    "multipliers": [bt.lr_multiplier(f, chain) for f in chain.factors],
-                }
-            )
+    for name, cls in bt.structures().items():
+        try:
+            rows += [_counts(structure, width) for structure in cls.default_candidates() or (cls(),)]
+        except Exception as error:  # a structure may be the user's own, and raise anything
+            say(f"left out: {name} ({type(error).__name__}: {error})")
     if as_json:
         return print_json(rows)
     table = Table(title=f"a {width} × {width} layer")
@@ -49,16 +46,32 @@ def structures(
     print_table(table)
 
 
+def _counts(structure: bt.Structure, width: int) -> dict[str, Any]:
+    chain = structure.chain(width, width)
+    return {
+        "structure": str(structure),
+        "parameters": chain.params,
+        "macs": chain.macs,
+        "rank": chain.max_rank,
+        "multipliers": [bt.lr_multiplier(f, chain) for f in chain.factors],
+    }
+
+
 def inspect(
     structure: Annotated[str, typer.Argument(help="Structure, such as btt or btt(rank=4).")],
-    d_in: Annotated[int, typer.Option(help="Number of inputs of the layer.")] = 1024,
-    d_out: Annotated[int, typer.Option(help="Number of outputs of the layer.")] = 1024,
+    sizes: Annotated[
+        list[int] | None,
+        typer.Argument(help="Numbers of inputs and outputs of the layer; one number stands for both. Default: 1024."),
+    ] = None,
+    d_in: Annotated[int | None, typer.Option(help="Number of inputs of the layer, instead of the argument.")] = None,
+    d_out: Annotated[int | None, typer.Option(help="Number of outputs of the layer, instead of the argument.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show a structure at one size: its equation, its factors, their initial scales and learning rates.
 
-    Example: `buttress inspect "btt(rank=2)" --d-in 768 --d-out 3072`
+    Example: `buttress inspect "btt(rank=2)" 768 3072`
     """
+    d_in, d_out = _layer_sizes(sizes or [], d_in, d_out)
     chain = bt.parse(structure).chain(d_in, d_out)
     factors: list[dict[str, Any]] = [
         {
@@ -89,6 +102,18 @@ def inspect(
     out.print(f"{chain.params:,} parameters, {chain.macs:,} MACs; a dense layer has {d_in * d_out:,} of each")
 
 
+def _layer_sizes(sizes: list[int], d_in: int | None, d_out: int | None) -> tuple[int, int]:
+    """Inputs and outputs of a layer, from the arguments or from the options."""
+    if len(sizes) > 2 or (sizes and (d_in, d_out) != (None, None)):
+        given = [*sizes, *(f"--{name} {n}" for name, n in (("d-in", d_in), ("d-out", d_out)) if n is not None)]
+        raise ConfigError(
+            f"give the numbers of inputs and outputs once, such as 768 3072, not {' '.join(map(str, given))}"
+        )
+    if sizes:
+        return sizes[0], sizes[-1]
+    return 1024 if d_in is None else d_in, 1024 if d_out is None else d_out
+
+
 def _cell(value: str | float) -> str:
     if isinstance(value, int):
         return f"{value:,}"
@@ -113,10 +138,22 @@ def bench(
 
     Example: `buttress bench 4096 4096 --device "NVIDIA H200"`
     """
-    advice = bt.advise(d_in, d_out, tokens, device=device, training=not forward)
+    with bars() as display:
+        bar = display.add_task("measuring", total=None, note="")
+
+        def show(structure: str, done: int, total: int) -> None:
+            display.update(bar, completed=done, total=total, note=escape(structure))
+
+        advice = bt.advise(d_in, d_out, tokens, device=device, training=not forward, progress=show)
     if as_json:
         return print_json(
-            {"linear_ms": advice.dense_ms, "verdict": advice.verdict(), "options": [vars(o) for o in advice.options]}
+            {
+                "linear_ms": advice.dense_ms,
+                "verdict": advice.verdict(),
+                "spread": advice.spread,
+                "skipped": advice.skipped,
+                "options": [vars(o) for o in advice.options],
+            }
         )
     print(advice)
 

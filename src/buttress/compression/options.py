@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from buttress.compression.allocation import Candidate, CostFunction, CostMeasure, as_family, check_keep, cost_function
+from buttress.devices import local_device
 from buttress.errors import PlanError
 from buttress.suggestions import did_you_mean
 from buttress.surgery import Plan
@@ -82,7 +83,7 @@ class CompressOptions:
         if self.candidates is not None and not list(map(as_family, self.candidates)):
             raise PlanError("there is nothing to choose from: give at least one candidate, such as 'btt'")
         cost_function(self.cost)
-        _check_device(self.device)
+        local_device(self.device, PlanError)
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> CompressOptions:
@@ -112,12 +113,3 @@ class CompressOptions:
         """Call `progress`, if it is set."""
         if self.progress is not None:
             self.progress(stage, done, total)
-
-
-def _check_device(device: torch.device | str) -> None:
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise PlanError(f"device must be a torch device such as 'cpu' or 'cuda', got {device!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PlanError(f"device {str(device)!r} cannot be used: torch finds no GPU")

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, log2
+from math import inf
 
 import torch
 from torch import nn
 
-from buttress.core.chain import Chain
 from buttress.core.structures import Structure, parse, structures
+from buttress.costs.layer_times import Layer, Progress, TimedDevice, Timing, layer_timings
 from buttress.errors import ButtressError, ShapeError
 from buttress.nn.linear import StructuredLinear
-from buttress.ops.speeds import Row, Times, dtype_key, store_rows, table
+from buttress.ops.speeds import store_rows
 from buttress.text_table import render
 
 TOLERANCE = 1.05
 """A time within five percent of another counts as the same."""
-MAX_SCALING = 4.0
-"""Times are scaled from a measured size only if d_in, d_out and tokens each differ by at most this ratio."""
+NOISY = 0.2
+"""If times spread by more than this, differences between structures are not to be trusted."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,23 @@ class Advice:
     """Milliseconds of nn.Linear."""
     options: tuple[Option, ...]
     """The structures, fastest first."""
+    spread: float = 0.0
+    """How much repeated times differ: interquartile range over median, or the change of nn.Linear's time meanwhile."""
+    skipped: tuple[str, ...] = ()
+    """Structures that do not take these sizes, each with the reason."""
 
     @property
     def fastest(self) -> Option | None:
-        """The fastest option, or None if nn.Linear is no slower."""
+        """The fastest option, or None if nn.Linear is no slower or the times vary too much to tell."""
         best = self.options[0] if self.options else None
-        return best if best and best.against_dense > TOLERANCE else None
+        return best if best and best.against_dense > max(TOLERANCE, 1 + self.spread) else None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the times vary by more than the fastest structure differs from nn.Linear."""
+        if self.fastest is not None or not self.options:
+            return False
+        return self.spread > TOLERANCE - 1 and self.options[0].against_dense * (1 + self.spread) > 1
 
     @property
     def largest(self) -> Option | None:
@@ -75,15 +86,28 @@ class Advice:
     @property
     def stay_dense(self) -> bool:
         """Whether no structure would save time."""
-        return self.fastest is None
+        return self.fastest is None and not self.undecided
 
     def __str__(self) -> str:
         head = f"{self.d_in} -> {self.d_out}, {self.tokens:,} tokens, {self.what}, {self.device}"
-        lines = [head, f"nn.Linear takes {self.dense_ms:.4g} ms", "", render(self.options), "", self.verdict()]
-        return "\n".join(lines)
+        lines = [head, f"nn.Linear takes {self.dense_ms:.4g} ms", "", render(self.options), ""]
+        lines += [f"left out: {reason}" for reason in self.skipped]
+        return "\n".join([*lines, self.verdict()])
 
     def verdict(self) -> str:
-        """The advice in one or two sentences."""
+        """The advice in one to three sentences."""
+        percent = f"{100 * self.spread:.0f} %"
+        if self.undecided:
+            return (
+                f"Undecided: times vary by {percent}, more than the fastest structure differs from nn.Linear. "
+                "Close other programs and measure again."
+            )
+        caution = (
+            f" Times vary by {percent}: close other programs to compare structures." if self.spread > NOISY else ""
+        )
+        return self._recommendation() + caution
+
+    def _recommendation(self) -> str:
         if self.fastest is None:
             return "Stay dense: no structure here saves time. Fewer parameters may still be reason enough."
         text = f"{self.fastest.structure} is fastest: {self.fastest.against_dense:.3g} times faster than nn.Linear."
@@ -95,65 +119,21 @@ class Advice:
         return text
 
 
-@dataclass(frozen=True)
-class _TimedDevice:
-    """A device on which layers are timed, or a GPU elsewhere whose measured speeds are looked up."""
-
-    name: str
-    local: torch.device | None
-    """The device in this machine, None if only its measured-speed table is available."""
-
-    @property
-    def default_dtype(self) -> torch.dtype:
-        return torch.float32 if self.local is not None and self.local.type == "cpu" else torch.bfloat16
-
-    @classmethod
-    def of(cls, device: torch.device | str | None) -> _TimedDevice:
-        """For a torch device (default: a GPU if there is one), or for the name of a GPU with a table."""
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            local = torch.device(device)
-        except RuntimeError:
-            if not table(str(device)):
-                raise ButtressError(
-                    f"{device!r} is neither a torch device nor a GPU with a measured-speed table: "
-                    "give 'cuda', 'cpu', or a GPU's name such as 'NVIDIA H200'"
-                ) from None
-            return cls(str(device), None)
-        if local.type == "cuda" and not torch.cuda.is_available():
-            raise ButtressError(f"{device!r} was requested, but torch finds no GPU: give the name of a GPU instead")
-        if local.type not in ("cuda", "cpu"):
-            raise ButtressError(f"speeds are measured on cuda and cpu, not on {local.type}")
-        return cls(torch.cuda.get_device_name(local) if local.type == "cuda" else "this machine's CPU", local)
-
-
-@dataclass(frozen=True)
-class _Timing:
-    """The times of one structure, and whether they were measured or scaled."""
-
-    chain: Chain
-    row: Row
-    basis: str
-
-    def linear_ms(self, *, training: bool, compiled: bool) -> float:
-        """Milliseconds of nn.Linear."""
-        return self.row.linear.of(training=training, compiled=compiled)
-
-    def option(self, *, training: bool, compiled: bool) -> Option:
-        """The fastest implementation, compared with nn.Linear."""
-        ms = {name: times.of(training=training, compiled=compiled) for name, times in self.row.times.items()}
-        best = min(ms, key=lambda name: ms[name])
-        return Option(
-            structure=self.row.structure,
-            implementation=best,
-            ms=ms[best],
-            against_dense=self.linear_ms(training=training, compiled=compiled) / ms[best],
-            parameters=self.chain.params,
-            against_dense_parameters=self.chain.params / (self.chain.d_in * self.chain.d_out),
-            rank=self.chain.max_rank,
-            basis=self.basis,
-        )
+def _option(timing: Timing, *, training: bool, compiled: bool) -> Option:
+    """The fastest implementation of a structure, compared with nn.Linear."""
+    chain, row, basis = timing
+    ms = {name: times.of(training=training, compiled=compiled) for name, times in row.times.items()}
+    best = min(ms, key=lambda name: ms[name])
+    return Option(
+        structure=row.structure,
+        implementation=best,
+        ms=ms[best],
+        against_dense=timing.linear_ms(training=training, compiled=compiled) / ms[best],
+        parameters=chain.params,
+        against_dense_parameters=chain.params / (chain.d_in * chain.d_out),
+        rank=chain.max_rank,
+        basis=basis,
+    )
 
 
 def advise(
@@ -166,8 +146,11 @@ def advise(
     candidates: Iterable[Structure | str] | None = None,
     training: bool = True,
     compiled: bool = True,
+    progress: Progress | None = None,
 ) -> Advice:
     """Compare the speed of structures for one layer and recommend one.
+
+    On a CPU, a step that would take long is measured with fewer tokens and scaled, which `Option.basis` states.
 
     Args:
         d_in: Inputs of the layer.
@@ -180,13 +163,15 @@ def advise(
         candidates: Structures or their texts. Default: a few of every structure.
         training: Time a training step; otherwise the forward pass alone.
         compiled: Leave out the time that Python takes to launch kernels.
+        progress: Called before a structure is measured, with its text, the number of those before it and of all.
 
     Returns:
-        The options, fastest first.
+        The options, fastest first. A structure that does not take these sizes is left out and named in `skipped`.
 
     Raises:
         ShapeError: If a size is not an integer of at least 1.
-        ButtressError: If there are no candidates, the device is unknown, or its table has nothing near these sizes.
+        ButtressError: If there are no candidates, or none takes these sizes; if the device is unknown, or its table
+            has nothing near these sizes.
 
     Example:
         >>> print(bt.advise(4096, 4096, 32768, device="NVIDIA H200"))
@@ -197,14 +182,17 @@ def advise(
     )
     if not chosen:
         raise ButtressError("there is nothing to compare: give at least one candidate, such as BTT(rank=2)")
-    timed_device = _TimedDevice.of(device)
-    dtype = dtype or timed_device.default_dtype
-    timings = _timings(timed_device, chosen, d_in, d_out, tokens, dtype)
+    timed_device = TimedDevice.of(device)
+    layer = Layer(d_in, d_out, tokens, dtype or timed_device.default_dtype)
+    timings, skipped = layer_timings(timed_device, chosen, layer, progress)
     linear_ms = min(t.linear_ms(training=training, compiled=compiled) for t in timings)
-    options = [t.option(training=training, compiled=compiled) for t in timings]
-    what = f"{'a training step' if training else 'forward'}, {str(dtype).removeprefix('torch.')}"
+    options = [_option(t, training=training, compiled=compiled) for t in timings]
+    what = f"{'a training step' if training else 'forward'}, {str(layer.dtype).removeprefix('torch.')}"
     what += "" if compiled else ", launched by Python"
-    return Advice(d_in, d_out, tokens, timed_device.name, what, linear_ms, tuple(sorted(options, key=lambda o: o.ms)))
+    return Advice(
+        d_in, d_out, tokens, timed_device.name, what, linear_ms, tuple(sorted(options, key=lambda o: o.ms)),
+        spread=max(t.row.spread for t in timings), skipped=tuple(skipped),
+    )  # fmt: skip
 
 
 def timed(
@@ -215,6 +203,8 @@ def timed(
     training: bool = False,
 ) -> Callable[[Structure | None, int, int], float]:
     """A cost function for `curves`: the milliseconds of a layer, measured or looked up as in `advise`.
+
+    On a CPU, a step that would take long is measured with fewer tokens and scaled.
 
     Args:
         tokens: Tokens at a time.
@@ -232,11 +222,12 @@ def timed(
     Example:
         >>> options = bt.curves(model, cost=bt.timed(16384, device="NVIDIA H200"))
     """
-    timed_device = _TimedDevice.of(device)
+    timed_device = TimedDevice.of(device)
 
-    def timings(candidates: Sequence[Structure], d_in: int, d_out: int) -> list[_Timing]:
+    def timings(candidates: Sequence[Structure], d_in: int, d_out: int) -> list[Timing]:
         _check_sizes(d_in, d_out, tokens)
-        return _timings(timed_device, candidates, d_in, d_out, tokens, dtype or timed_device.default_dtype)
+        layer = Layer(d_in, d_out, tokens, dtype or timed_device.default_dtype)
+        return layer_timings(timed_device, candidates, layer)[0]
 
     @lru_cache(maxsize=4096)
     def milliseconds(structure: Structure | None, d_in: int, d_out: int) -> float:
@@ -246,7 +237,7 @@ def timed(
             candidates = _default_candidates()[: None if timed_device.local is None else 1]
             return min(t.linear_ms(training=training, compiled=True) for t in timings(candidates, d_in, d_out))
         try:
-            return timings([structure], d_in, d_out)[0].option(training=training, compiled=True).ms
+            return _option(timings([structure], d_in, d_out)[0], training=training, compiled=True).ms
         except ButtressError:
             return inf
 
@@ -288,8 +279,8 @@ def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None
         if weight.device.type != "cuda":
             raise ButtressError(f"layers are calibrated on a GPU, but this model is on {weight.device}")
         row = measure_layer(layer.chain, str(layer.structure), tokens, dtype or weight.dtype, weight.device)
-        timing = _Timing(layer.chain, row, f"{layer.in_features} -> {layer.out_features}, measured")
-        options.append(timing.option(training=True, compiled=True))
+        timing = Timing(layer.chain, row, f"{layer.in_features} -> {layer.out_features}, measured")
+        options.append(_option(timing, training=True, compiled=True))
         store_rows(torch.cuda.get_device_name(weight.device), [row])
     return options
 
@@ -302,81 +293,3 @@ def _check_sizes(d_in: int, d_out: int, tokens: int) -> None:
 
 def _default_candidates() -> list[Structure]:
     return [member for cls in structures().values() for member in cls.default_candidates()]
-
-
-def _timings(
-    device: _TimedDevice, candidates: Sequence[Structure], d_in: int, d_out: int, tokens: int, dtype: torch.dtype
-) -> list[_Timing]:
-    """The times of the candidates, at least one. Candidates that an absent GPU's table lacks are left out."""
-    if device.local is not None:
-        return _measured(candidates, d_in, d_out, tokens, dtype, device.local, device.name)
-    scaled = (_scaled(structure, d_in, d_out, tokens, dtype, device.name) for structure in candidates)
-    timings = [timing for timing in scaled if timing is not None]
-    if not timings:
-        raise ButtressError(
-            f"nothing near {d_in} -> {d_out} in {dtype} was measured on {device.name}: use device='cuda' on a machine "
-            "with this GPU, or sizes nearer to those in its table"
-        )
-    return timings
-
-
-def _measured(
-    candidates: Sequence[Structure],
-    d_in: int,
-    d_out: int,
-    tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    name: str,
-) -> list[_Timing]:
-    """Times from the device's table; missing ones are measured, and stored for a GPU. A CPU's load varies too much."""
-    from buttress.ops.measuring import measure_layer
-
-    rows = {row.key: row for row in table(name)}
-    timings: list[_Timing] = []
-    new_rows: list[Row] = []
-    for structure in candidates:
-        chain = structure.chain(d_in, d_out)
-        row = rows.get((str(structure), d_in, d_out, tokens, dtype_key(dtype)))
-        if row is None:
-            linear = new_rows[-1].linear if new_rows else None  # nn.Linear is measured once
-            row = measure_layer(chain, str(structure), tokens, dtype, device, linear=linear)
-            new_rows.append(row)
-        timings.append(_Timing(chain, row, "measured"))
-    if new_rows and device.type == "cuda":
-        store_rows(name, new_rows)
-    return timings
-
-
-def _scaled(
-    structure: Structure, d_in: int, d_out: int, tokens: int, dtype: torch.dtype, device: str
-) -> _Timing | None:
-    """Times of the nearest measured size, scaled by memory traffic for the structure and by MACs for nn.Linear."""
-
-    def distances(row: Row) -> list[float]:
-        return [abs(log2(a / b)) for a, b in ((row.d_in, d_in), (row.d_out, d_out), (row.tokens, tokens))]
-
-    rows = [r for r in table(device) if r.structure == str(structure) and r.dtype == dtype_key(dtype)]
-    rows = [r for r in rows if max(distances(r)) <= log2(MAX_SCALING)]
-    if not rows:
-        return None
-    chain = structure.chain(d_in, d_out)
-    row = min(rows, key=lambda r: sum(distances(r)))
-    if row.key[1:4] == (d_in, d_out, tokens):
-        return _Timing(chain, row, "measured")
-    moved = _numbers_moved(chain, tokens) / _numbers_moved(structure.chain(row.d_in, row.d_out), row.tokens)
-    work = tokens * d_in * d_out / (row.tokens * row.d_in * row.d_out)
-    times = {name: _stretched(t, moved) for name, t in row.times.items()}
-    linear = _stretched(row.linear, work)
-    scaled = Row(row.structure, d_in, d_out, tokens, row.dtype, row.signature, linear, times, row.tuning)
-    return _Timing(chain, scaled, f"scaled from {row.d_in} -> {row.d_out}, {row.tokens:,} tokens")
-
-
-def _stretched(times: Times, ratio: float) -> Times:
-    return Times(*(ratio * t for t in astuple(times)))
-
-
-def _numbers_moved(chain: Chain, tokens: int) -> int:
-    """Numbers that a step reads or writes: inputs, outputs, intermediates twice, and the factors."""
-    intermediates = sum(chain.size(f.batch_axes + f.shared_axes + f.out_axes) for f in chain.factors[:-1])
-    return tokens * (chain.d_in + chain.d_out + 2 * intermediates) + chain.params

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from buttress.core.chain import Chain
 from buttress.errors import ButtressError, ShapeError
-from buttress.ops import bmm, flops, fused, reference
+from buttress.ops import bmm, flops, fused, reference, speeds
 from buttress.ops.framing import autocast_dtype
 from buttress.ops.fused import graphed
 from buttress.ops.layouts import layouts_of
@@ -26,7 +26,7 @@ flops.register_if_cheap()
 Impl = Literal["reference", "bmm", "triton"]
 IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply, "triton": fused.apply}
 
-__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "graphed", "prepare", "row_macs", "rows"]
+__all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "fastest", "graphed", "prepare", "row_macs", "rows"]
 
 
 def prepare(chain: Chain) -> None:
@@ -61,7 +61,7 @@ def apply(
         recompute: Compute the intermediates between the factors again in the backward pass instead of saving them:
             less memory, slightly more time.
         impl: The implementation to use, "reference", "bmm" or "triton". Default: "triton" where it was measured to be
-            faster for a similar layer on this GPU, else "bmm".
+            faster for a similar layer on this GPU, else "bmm" (see `fastest`).
 
     Shape:
         x (*, d_in), factors (blocks, d_out, d_in) each, bias (d_out,) -> (*, d_out).
@@ -91,9 +91,30 @@ def apply(
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
     x_rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
-    implementation = IMPLEMENTATIONS[impl or ("triton" if fused.preferred(chain, x_rows) else "bmm")]
+    implementation = IMPLEMENTATIONS[impl or fastest(chain, x_rows)]
     y = implementation(chain, x_rows, factors, bias, scales, recompute)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
+
+
+def fastest(chain: Chain, x: Tensor) -> Impl:
+    """The implementation that `apply` uses by itself.
+
+    Args:
+        chain: The chain.
+        x: The input.
+
+    Shape:
+        x is (tokens, d_in).
+
+    Returns:
+        "triton" where it was measured to be faster for a similar layer on this GPU, else "bmm". With
+        BUTTRESS_CALIBRATE=1 in the environment, a layer that is like none in the table is measured first.
+    """
+    if speeds.MEASURES_ON_FIRST_USE and x.device.type == "cuda" and not torch.compiler.is_compiling():
+        from buttress.ops.measuring import measure_at_first_use
+
+        measure_at_first_use(chain, x)
+    return "triton" if fused.preferred(chain, x) else "bmm"
 
 
 def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:

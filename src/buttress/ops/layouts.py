@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from buttress.core.chain import Chain
 from buttress.ops.bmm_layout import BmmLayout, bmm_layout
 from buttress.ops.lookup_layout import LookupLayout, lookup_layout
-from buttress.ops.strides import Signature, StridedChain, strided_chain
+from buttress.ops.strides import Signature, StridedChain, largest_offset, strided_chain
+from buttress.ops.tuning import TILE_TOKENS
+
+MAX_OFFSET = (1 << 31) - (1 << 16)
+"""Offsets of the fused kernels are 32 bits wide; the rest is for the entries of the last tile that are masked."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,14 @@ class Layouts:
         bmm: Axis orders for torch.bmm.
         strided: Strides for the fused kernels, or None where they do not support the chain.
         signature: Sizes on which the speed of the kernels depends; None where they do not support the chain.
+        refusal: Why the fused kernels do not support the chain, or None where they do.
         lookup: How rows of the matrix are looked up.
     """
 
     bmm: BmmLayout
     strided: StridedChain | None
     signature: Signature | None
+    refusal: str | None
     lookup: LookupLayout
 
 
@@ -41,11 +47,24 @@ def _derive_layouts(chain: Chain) -> Layouts:
     """Derive the layouts of a chain and store them in its cache."""
     _ = chain.padding, chain.sizes  # cached properties, so that a compiler does not have to trace them
     strided = strided_chain(chain)
+    refusal = _refusal(chain, strided)
+    if refusal is not None:
+        strided = None
     layouts = Layouts(
         bmm=bmm_layout(chain),
         strided=strided,
         signature=None if strided is None else strided.signature,
+        refusal=refusal,
         lookup=lookup_layout(chain),
     )
     object.__setattr__(chain, "cache", layouts)
     return layouts
+
+
+def _refusal(chain: Chain, strided: StridedChain | None) -> str | None:
+    """Why the fused kernels do not support a chain, or None where they do."""
+    if strided is None:
+        return "take factors that read and write at regular places, which this chain's do not"
+    if (offset := largest_offset(chain, strided, TILE_TOKENS)) > MAX_OFFSET:
+        return f"count at most {MAX_OFFSET:,} numbers in a slice, a token or a tile, and this chain has {offset:,}"
+    return None

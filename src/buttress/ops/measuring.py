@@ -1,10 +1,13 @@
-"""Timing the implementations of a layer, on any device."""
+"""Timing the implementations of a layer, on any device; if asked for, at its first use."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from math import log2
+from statistics import median, quantiles
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +16,14 @@ from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.scaling import init_std
 from buttress.ops.fused import availability, tuned
+from buttress.ops.fused.checks import DTYPES
+from buttress.ops.fused.launches import OversizeKernelError
 from buttress.ops.layouts import layouts_of
-from buttress.ops.speeds import Row, Times, dtype_key
+from buttress.ops.speeds import MAX_SIZE_RATIO, Row, Times, dtype_key, gpu_name, nearest, store_rows, table
+from buttress.ops.strides import Signature
 from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES, Tuning, default_tuning
+
+log = logging.getLogger(__name__)
 
 TIMING_SECONDS, TUNING_SECONDS = 0.08, 0.03
 """Seconds of repetitions for a time that is stored, and for one that only compares launch options."""
@@ -23,19 +31,37 @@ FLUSH_BYTES = 1 << 28
 """Bytes written before each repetition, to flush the caches of the GPU."""
 
 
-def time_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> float:
-    """The median time of repeated calls.
+class Sample(NamedTuple):
+    """The median of repeated calls.
+
+    Args:
+        ms: Milliseconds.
+        spread: How much the calls differ: their interquartile range divided by the median.
+    """
+
+    ms: float
+    spread: float
+
+    @classmethod
+    def of(cls, ms: Sequence[float]) -> Sample:
+        """The sample of at least two durations."""
+        lower, middle, upper = quantiles(ms, method="inclusive")
+        return cls(middle, (upper - lower) / middle)
+
+
+def sample_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> Sample:
+    """Time repeated calls.
 
     Args:
         function: The function to time.
         device: The device on which it runs.
-        seconds: Approximate duration of the repetitions.
+        seconds: Approximate duration of the repetitions; there are three at least.
 
     Returns:
-        Milliseconds.
+        Their median and their spread.
     """
     if device.type != "cuda":
-        return _cpu_time_ms(function, seconds)
+        return _cpu_sample_ms(function, seconds)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def run(count: int) -> list[float]:
@@ -50,35 +76,40 @@ def time_ms(function: Callable[[], object], device: torch.device, seconds: float
         return [start.elapsed_time(end) for start, end in pairs]
 
     run(2)
-    return median(run(max(5, min(200, int(1e3 * seconds / median(run(3)))))))
+    return Sample.of(run(max(5, min(200, int(1e3 * seconds / median(run(3)))))))
 
 
-def _cpu_time_ms(function: Callable[[], object], seconds: float) -> float:
+def _cpu_sample_ms(function: Callable[[], object], seconds: float) -> Sample:
     function()
     durations: list[float] = []
     begin = time.perf_counter()
     while len(durations) < 3 or time.perf_counter() - begin < seconds:
         start = time.perf_counter()
         function()
-        durations.append(time.perf_counter() - start)
-    return 1e3 * median(durations)
+        durations.append(1e3 * (time.perf_counter() - start))
+    return Sample.of(durations)
 
 
-def graph_time_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> float:
-    """The median time of replaying a call from a CUDA graph, which excludes host time; otherwise as `time_ms`."""
+def graph_sample_ms(function: Callable[[], object], device: torch.device, seconds: float = TIMING_SECONDS) -> Sample:
+    """Time replays of a call from a CUDA graph, which excludes host time; otherwise as `sample_ms`."""
     if device.type != "cuda":
-        return time_ms(function, device, seconds)
+        return sample_ms(function, device, seconds)
     for _ in range(2):
         function()
     graph = torch.cuda.CUDAGraph()
     # On the stream where the leaves were created, or autograd would wait for another in the middle of the capture.
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(device)):
         function()
-    return time_ms(graph.replay, device, seconds)
+    return sample_ms(graph.replay, device, seconds)
+
+
+def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
+    """The times of `sample_passes`, without their spread."""
+    return sample_passes(call, x, weights)[0]
 
 
 @torch.enable_grad()  # may be called while gradients are disabled
-def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> Times:
+def sample_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> tuple[Times, float]:
     """Time the forward pass of a function, and forward and backward together, with a CUDA graph and without one.
 
     Args:
@@ -87,7 +118,7 @@ def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[T
         weights: Further tensors whose gradients are computed.
 
     Returns:
-        The four times.
+        The four times, and the largest of their spreads. A CPU has no graphs: there they are two different times.
     """
     leaf = x.detach().requires_grad_()
     with torch.no_grad():
@@ -104,12 +135,9 @@ def time_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[T
     def both() -> object:
         return torch.autograd.grad(call(leaf), [leaf, *weights], dy)
 
-    return Times(
-        forward=round(graph_time_ms(forward, x.device), 5),
-        both=round(graph_time_ms(both, x.device), 5),
-        forward_eager=round(time_ms(forward, x.device), 5),
-        both_eager=round(time_ms(both, x.device), 5),
-    )
+    samples = [graph_sample_ms(forward, x.device), graph_sample_ms(both, x.device)]
+    samples += [sample_ms(forward, x.device), sample_ms(both, x.device)] if x.is_cuda else samples
+    return Times(*(round(sample.ms, 5) for sample in samples)), max(sample.spread for sample in samples)
 
 
 def measure_layer(
@@ -131,29 +159,30 @@ def measure_layer(
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):
         x = torch.randn(tokens, chain.d_in, device=device, dtype=dtype)
-        linear = linear or measure_linear(chain.d_in, chain.d_out, x)
+        linear, linear_spread = (linear, 0.0) if linear else sample_linear(chain.d_in, chain.d_out, x)
         factors = [
             torch.randn(f.shape, device=device, dtype=dtype).mul_(init_std(f)).requires_grad_() for f in chain.factors
         ]
-        times = {"bmm": time_passes(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors)}
+        samples = {"bmm": sample_passes(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors)}
         tuning = None
         if layouts_of(chain).strided is not None and availability.TRITON and device.type == "cuda":
-            from triton.runtime.errors import OutOfResources
-
             try:
                 tuning = tune(chain, x, factors)
                 with tuned(tuning):
-                    times["triton"] = time_passes(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
-            except OutOfResources:
+                    samples["triton"] = sample_passes(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
+            except OversizeKernelError:
                 tuning = None  # the GPU is too small for the kernels
-    signature = layouts_of(chain).signature
-    return Row(label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), signature, linear, times, tuning)
+    return Row(
+        label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), layouts_of(chain).signature, linear,
+        {name: times for name, (times, _) in samples.items()}, tuning,
+        spread=round(max(linear_spread, *(spread for _, spread in samples.values())), 3),
+    )  # fmt: skip
 
 
-def measure_linear(d_in: int, d_out: int, x: Tensor) -> Times:
-    """Times of nn.Linear of these sizes, for the input x."""
+def sample_linear(d_in: int, d_out: int, x: Tensor) -> tuple[Times, float]:
+    """Times of nn.Linear of these sizes, for the input x, and their spread."""
     weight = torch.randn(d_out, d_in, device=x.device, dtype=x.dtype).mul_(d_in**-0.5).requires_grad_()
-    return time_passes(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
+    return sample_passes(lambda t: torch.nn.functional.linear(t, weight), x, [weight])
 
 
 @torch.enable_grad()
@@ -178,12 +207,10 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
         return torch.autograd.grad(forward(), [leaf, *factors], dy)
 
     def milliseconds(function: Callable[[], object], tuning: Tuning) -> float:
-        from triton.runtime.errors import OutOfResources
-
         with tuned(tuning):
             try:
-                return graph_time_ms(function, x.device, TUNING_SECONDS)
-            except OutOfResources:
+                return graph_sample_ms(function, x.device, TUNING_SECONDS).ms
+            except OversizeKernelError:
                 return float("inf")
 
     base = default_tuning(layouts_of(chain).signature, x.itemsize)  # type: ignore[arg-type]
@@ -192,3 +219,41 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
     fastest_forward = min(FORWARD_CANDIDATES, key=lambda f: milliseconds(forward, Tuning(f, base.backward)))
     fastest_backward = min(BACKWARD_CANDIDATES, key=lambda b: milliseconds(both, Tuning(fastest_forward, b)))
     return Tuning(fastest_forward, fastest_backward)
+
+
+used_layers: set[tuple[Signature, str, int, int]] = set()
+"""Layers that `measure_at_first_use` has been called for: signature, dtype, GPU, and bit length of the tokens."""
+
+
+def measure_at_first_use(chain: Chain, x: Tensor) -> None:
+    """Measure a layer, unless a similar one was measured on this GPU, and store its times in the user's table.
+
+    Nothing happens where nothing can be measured: in a CUDA graph capture, under a dispatch mode or a function
+    transform, or if the kernels do not support the layer.
+
+    Args:
+        chain: The chain.
+        x: An input on a GPU.
+
+    Shape:
+        x is (tokens, d_in).
+    """
+    signature, index = layouts_of(chain).signature, x.device.index or 0
+    if signature is None or x.dtype not in DTYPES or not availability.TRITON or not x.shape[0]:
+        return
+    layer = signature, dtype_key(x.dtype), index, x.shape[0].bit_length()
+    observed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    if layer in used_layers or observed or torch.cuda.is_current_stream_capturing():
+        return
+    used_layers.add(layer)
+    tokens = 1 << (x.shape[0].bit_length() - 1)
+    row = nearest(table(gpu_name(index)), signature, dtype_key(x.dtype), tokens)
+    if row is not None and abs(log2(row.tokens / tokens)) <= log2(MAX_SIZE_RATIO):
+        return
+    label = "chain of " + ", ".join(f"{blocks} × {d_in} × {d_out}" for blocks, d_in, d_out in signature[0])
+    try:
+        # The random numbers and the modes of the caller stay as they are.
+        with torch.random.fork_rng(devices=[index]), torch.inference_mode(False):
+            store_rows(gpu_name(index), [measure_layer(chain, label, tokens, x.dtype, x.device)])
+    except torch.OutOfMemoryError:
+        log.warning("a layer of %d -> %d was not measured: no memory is left for it", chain.d_in, chain.d_out)

@@ -1,12 +1,14 @@
 """Speed tables: the measured times of each implementation on a GPU, which decide which implementation is used.
 
 The package contains tables for some GPUs. `advise` and `calibrate` add rows for other GPUs and sizes, stored as JSON in
-the user's cache. A layer without a similar measured one uses torch.bmm.
+the user's cache. A layer without a similar measured one uses torch.bmm. On a GPU without any measured speeds this is
+said once.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import warnings
@@ -25,6 +27,10 @@ from buttress import files
 from buttress.ops.strides import Signature
 from buttress.ops.tuning import Backward, Forward, Tuning
 
+log = logging.getLogger(__name__)
+
+MEASURES_ON_FIRST_USE = os.environ.get("BUTTRESS_CALIBRATE", "").lower() in ("1", "true", "yes", "on")
+"""Whether a layer without a similar measured one is measured when it is first used on a GPU: $BUTTRESS_CALIBRATE."""
 MANY_TOKENS = 1 << 15
 """The number of tokens assumed where a compiler leaves it open."""
 MAX_SIZE_RATIO = 4.0
@@ -76,6 +82,7 @@ class Row:
         linear: Times of nn.Linear of the same sizes.
         times: Times by implementation.
         tuning: The fastest launch options of the kernels, where they were measured.
+        spread: The largest interquartile range of the times, divided by their median.
     """
 
     structure: str
@@ -87,6 +94,7 @@ class Row:
     linear: Times
     times: Mapping[str, Times]
     tuning: Tuning | None = None
+    spread: float = 0.0
 
     @property
     def best(self) -> str:
@@ -99,8 +107,11 @@ class Row:
         return self.structure, self.d_in, self.d_out, self.tokens, self.dtype
 
     def as_json(self) -> dict[str, Any]:
-        """The row as plain data."""
-        return asdict(self)
+        """The row as plain data, in the form of version 0.1 if no spread was measured."""
+        data = asdict(self)
+        if not self.spread:
+            del data["spread"]
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Row:
@@ -129,6 +140,7 @@ class Row:
             linear=Times(**data["linear"]),
             times={name: Times(**t) for name, t in data["times"].items()},
             tuning=tuning and Tuning(Forward(**tuning["forward"]), Backward(**tuning["backward"])),
+            spread=float(data.get("spread", 0.0)),  # not in tables of version 0.1
         )
 
 
@@ -199,6 +211,20 @@ def clear_caches() -> None:
     """Clear the caches of tables and of decisions based on them, so that the tables are read again."""
     for cached in (table, prefers_kernels_cached, measured_tuning):
         cached.cache_clear()
+
+
+@lru_cache(maxsize=16)
+def report_unmeasured_gpu(name: str) -> None:
+    """Say, once for each GPU, which implementation is used where nothing was measured, and how to measure.
+
+    Args:
+        name: Name of the GPU.
+    """
+    log.warning(
+        "no speeds were measured on %s: structured layers use torch.bmm. bt.calibrate(model, tokens) measures "
+        "the fused kernels and stores which is faster; BUTTRESS_CALIBRATE=1 measures each layer at its first use",
+        name,
+    )
 
 
 def _file_name(device: str) -> str:
@@ -301,7 +327,10 @@ def prefers_kernels_cached(
     signature: Signature, dtype: str, index: int, token_bits: int, training: bool, compiled: bool
 ) -> bool:
     """As `prefers_kernels`, with the tokens rounded down to a power of two, given by its bit length."""
-    row = nearest(table(gpu_name(index)), signature, dtype, 1 << (token_bits - 1))
+    rows = table(gpu_name(index))
+    if not rows:
+        report_unmeasured_gpu(gpu_name(index))
+    row = nearest(rows, signature, dtype, 1 << (token_bits - 1))
     if row is None or "triton" not in row.times:
         return False
     ms = {name: times.of(training=training, compiled=compiled) for name, times in row.times.items()}

@@ -221,6 +221,23 @@ def strided_chain(chain: Chain) -> StridedChain | None:
     return StridedChain(tuple(factors), chain.d_in, chain.d_out, tuple(rows[:-1]))
 
 
+def largest_offset(chain: Chain, strided: StridedChain, tile_tokens: int) -> int:
+    """The largest offset inside one token, one tile of the intermediates, one slice of a weight or a table of offsets.
+
+    Args:
+        chain: The chain.
+        strided: Its strides.
+        tile_tokens: Tokens in a tile.
+
+    Returns:
+        An upper bound, in numbers.
+    """
+    tokens = chain.size(chain.x), chain.size(chain.y)
+    slices = (f.source.size * f.target.size for f in strided.factors)
+    tables = (3 * f.blocks for f in strided.factors)
+    return max(*tokens, strided.total_rows * tile_tokens, *slices, *tables)
+
+
 def _contiguous_strides(chain: Chain, axes: Axes) -> dict[str, int]:
     """The stride of each axis where the last is the fastest."""
     return {a: chain.size(axes[i + 1 :]) for i, a in enumerate(axes)}

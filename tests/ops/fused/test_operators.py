@@ -192,3 +192,23 @@ class TestOnTheGpu:
             static.copy_(torch.randn_like(static.float()).bfloat16())
             graph.replay()
             torch.testing.assert_close(out, half(static))
+
+    def test_a_capture_without_warm_up_says_what_to_do_and_harms_nothing(self) -> None:
+        layer = bt.StructuredLinear(848, 912, bt.BTT(rank=3), device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(5000, 848, device="cuda", dtype=torch.bfloat16)
+
+        def step() -> Tensor:
+            return ops.apply(layer.chain, x * 1, layer.stored_factors(), layer.bias, impl="triton")
+
+        with torch.no_grad():
+            for _ in range(2):  # refused before anything is captured, and so the second time for the same reason
+                refused = pytest.raises(bt.ButtressError, match="run the same step once before the capture")
+                with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    step()
+            expected = step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = step()
+            graph.replay()
+            torch.cuda.synchronize()
+        torch.testing.assert_close(y, expected)

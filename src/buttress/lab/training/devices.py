@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from buttress.devices import local_device
 from buttress.lab.runs.config import ConfigError
 
 
@@ -21,12 +22,7 @@ def resolve_device(name: torch.device | str | None) -> torch.device:
     Raises:
         ConfigError: If there is no such device.
     """
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ConfigError(f"{name!r} is not a device: use cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"{name!r} was requested, but torch finds no GPU: use cpu")
+    device = local_device(name or None, ConfigError)
     local_rank = os.environ.get("LOCAL_RANK")
     if device == torch.device("cuda") and local_rank:
         return torch.device("cuda", int(local_rank))

@@ -10,8 +10,11 @@ from torch import Tensor
 from buttress.core.chain import Chain
 from buttress.errors import ButtressError, ShapeError
 from buttress.ops.fused import availability
-from buttress.ops.layouts import layouts_of
+from buttress.ops.layouts import MAX_OFFSET, layouts_of
 from buttress.ops.strides import StridedChain
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that the kernels support."""
 
 
 def require_strided(chain: Chain, x: Tensor) -> StridedChain:
@@ -25,20 +28,25 @@ def require_strided(chain: Chain, x: Tensor) -> StridedChain:
         The strides.
 
     Raises:
-        ButtressError: If triton is missing, or the kernels do not support this chain, device or dtype.
+        ButtressError: If triton is missing, or the kernels do not support this chain, device, dtype or number of
+            tokens.
     """
-    strided = layouts_of(chain).strided
+    layouts = layouts_of(chain)
+    strided = layouts.strided
     if strided is None:
-        raise ButtressError(
-            "the fused kernels take factors that read and write at regular places, which this chain's do not: "
-            "use impl='bmm'\n" + chain.equation()
-        )
+        raise ButtressError(f"the fused kernels {layouts.refusal}: use impl='bmm'\n{chain.equation()}")
     if not availability.TRITON:
         raise ButtressError("the fused kernels need triton, which is not installed: use impl='bmm'")
     if x.device.type != "cuda" and not availability.INTERPRETED:
         raise ButtressError(f"the fused kernels run on a CUDA device, but x is on {x.device}: use impl='bmm'")
-    if x.dtype == torch.float64:
-        raise ButtressError("the fused kernels take bfloat16, float16 and float32, not float64: use impl='bmm'")
+    if x.dtype not in DTYPES:
+        name = str(x.dtype).removeprefix("torch.")
+        raise ButtressError(f"the fused kernels take bfloat16, float16 and float32, not {name}: use impl='bmm'")
+    # A compiler may leave the number of tokens open.
+    if not torch.compiler.is_compiling() and x.shape[0] > MAX_OFFSET:
+        raise ButtressError(
+            f"the fused kernels take at most {MAX_OFFSET:,} tokens at a time, got {x.shape[0]:,}: use impl='bmm'"
+        )
     return strided
 
 

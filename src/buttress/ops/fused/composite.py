@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buttress.ops.framing import scaled_factors
+from buttress.ops.fused.launches import forbid_in_capture
 from buttress.ops.strides import StridedChain, StridedFactor, Strides
 
 
@@ -48,6 +49,7 @@ def _indices(factor: StridedFactor, device: torch.device) -> tuple[Tensor, Tenso
         i = torch.arange(strides.size, device=device)
         return i // strides.inner_size * strides.outer_stride + i % strides.inner_size * strides.inner_stride
 
+    forbid_in_capture()
     offsets = torch.tensor(factor.block_offsets, device=device)
     source = offsets[:, :1] + positions(factor.source)
     target = (offsets[:, 1:2] + positions(factor.target)).flatten()

@@ -18,6 +18,7 @@ from buttress.ops.fused.launches import (
     TensorSpec,
     cdiv,
     device_limits,
+    fitting_tile,
     kernel_strides,
     lane_count,
     offset_table,
@@ -126,6 +127,8 @@ def _forward_plan(
     on_chip = inputs <= MAX_ON_CHIP
     bk = tile_size(inputs, MAX_ON_CHIP if on_chip else 64)
     bj = tile_size(outputs, max(16, min(tuning.out, 65536 // (bk * itemsize))))
+    weights = 1 if on_chip else 2
+    bj = fitting_tile(spec.device, bj, lambda n: (weights * bk * n + bk * TILE_TOKENS + n * TILE_TOKENS) * itemsize)
     tile = (bk * TILE_TOKENS + (0 if on_chip else bk * bj)) * itemsize
     constants = {
         "K": inputs, "J": outputs, "SRC_STRIDES": source_strides, "DST_STRIDES": target_strides,
@@ -150,6 +153,7 @@ def _backward_plan(
     all_outputs = outputs <= MAX_ON_CHIP
     bj = tile_size(outputs, MAX_ON_CHIP) if all_outputs else 64
     bk = tile_size(inputs, max(16, min(MAX_ON_CHIP, tuning.numbers // bj)))
+    bk = fitting_tile(spec.device, bk, lambda n: (n * bj + (n + bj + max(n, bj)) * TILE_TOKENS) * itemsize)
     source_strides, target_strides = kernel_strides(factor)
     constants = {
         "K": inputs, "J": outputs, "SRC_STRIDES": source_strides, "DST_STRIDES": target_strides,
@@ -165,9 +169,9 @@ def _backward_plan(
     return FactorPlan(offset_table(factor, spec.device), factor.blocks * parts, Launch(kernels.backward, constants))
 
 
-@lru_cache(maxsize=8)
-def _reduce_launch(device: torch.device, dtype: torch.dtype, scaled: bool) -> Launch:
-    # A launch is compiled for one device and dtype, so both are cache keys.
+@lru_cache(maxsize=16)
+def _reduce_launch(device: torch.device, dtype: torch.dtype, scaled: bool, wide: bool) -> Launch:
+    # A launch is compiled for one device, one dtype and one width of the number of entries, so all are cache keys.
     return Launch(kernels.reduce_gradients, {"SCALED": scaled, "B": REDUCED_ENTRIES, "num_warps": 4, "num_stages": 1})
 
 
@@ -179,7 +183,7 @@ def _reduce(
     lanes, shared = weight_parts.shape[0], factor.blocks // factor.slices
     width = 0 if bias_parts is None else bias_parts.shape[1]
     dbias = None if bias_parts is None else weight.new_empty(width)
-    launch = _reduce_launch(weight.device, weight.dtype, scale is not None)
+    launch = _reduce_launch(weight.device, weight.dtype, scale is not None, weight.numel() >= 1 << 31)
     launch(
         cdiv(weight.numel(), REDUCED_ENTRIES) + cdiv(width, REDUCED_ENTRIES),
         weight_parts, weight if scale is None else scale, dw,

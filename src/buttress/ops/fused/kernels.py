@@ -17,6 +17,9 @@ upper case. In shapes, K and J are the inputs and outputs of a slice, BK and BJ 
 at a time, and T the tokens of a tile. "Tokens fast" means an intermediate, (tile, row, token); otherwise a tensor is
 (token, column). Strides are (inner_size, outer_stride, inner_stride, alignment), and `p_table` holds for each block
 (source offset / alignment, target offset / alignment, slice of the weight).
+
+Offsets inside one token, one tile of an intermediate or one slice of a weight are 32 bits wide; where these start is
+computed in 64 bits. `layouts_of` refuses chains that are too large for that.
 """
 
 # Which branches are taken is decided when a kernel is compiled, statement by statement.
@@ -302,7 +305,7 @@ def backward(
     tl.store(p_dslice + o_j[:, None] * K + o_k[None, :], b_dw, m_w)
     if BIASED:
         if i_part_k == 0:
-            tl.store(p_dbias + i_lane * dst_width + o_dst, b_dbias, m_dst)
+            tl.store(p_dbias + i_lane.to(tl.int64) * dst_width + o_dst, b_dbias, m_dst)
 
 
 @triton.jit(do_not_specialize=["n_entries", "slice_size", "n_lanes", "n_shared", "width"])
@@ -313,24 +316,27 @@ def reduce_gradients(
     """The gradient of a weight, summed over lanes and over the blocks that share a slice, and that of the bias,
     summed over lanes: always in the same order."""
     i_program = tl.program_id(0)
-    n_weight_programs = tl.cdiv(n_entries, B)
+    n_weight_programs = tl.cdiv(n_entries.to(tl.int64), B).to(tl.int32)
+    o_b = tl.arange(0, B)  # [B]
+    b_acc = tl.zeros((B,), tl.float32)  # [B]
     if i_program < n_weight_programs:
-        o_i = i_program * B + tl.arange(0, B)  # [B]
-        o_part = (o_i // slice_size).to(tl.int64) * slice_size * n_shared + o_i % slice_size  # [B]
-        b_acc = tl.zeros((B,), tl.float32)  # [B]
+        i_first = i_program.to(tl.int64) * B  # a weight may have more than 2^31 entries, its slices may not
+        o_i = (i_first % slice_size).to(tl.int32) + o_b  # [B], from the start of the first entry's slice
+        m_i = o_b < n_entries - i_first  # [B]
+        o_part = (i_first // slice_size + o_i // slice_size) * slice_size * n_shared + o_i % slice_size  # [B]
         for i_part in range(n_lanes * n_shared):
             part_offset = (
-                tl.full((), i_part // n_shared, tl.int64) * n_entries * n_shared + i_part % n_shared * slice_size
+                tl.full((), i_part // n_shared, tl.int64) * n_entries * n_shared
+                + tl.full((), i_part % n_shared, tl.int64) * slice_size
             )
-            b_acc += tl.load(p_dw_parts + part_offset + o_part, o_i < n_entries, 0.0)
+            b_acc += tl.load(p_dw_parts + part_offset + o_part, m_i, 0.0)
         if SCALED:
             b_acc *= tl.load(p_s).to(tl.float32)
-        tl.store(p_dw + o_i, b_acc.to(p_dw.dtype.element_ty), o_i < n_entries)
+        tl.store(p_dw + i_first + o_b, b_acc.to(p_dw.dtype.element_ty), m_i)
     else:
-        o_i = (i_program - n_weight_programs) * B + tl.arange(0, B)  # [B]
-        b_acc = tl.zeros((B,), tl.float32)  # [B]
+        o_i = (i_program - n_weight_programs) * B + o_b  # [B]
         for i_lane in range(n_lanes):
-            b_acc += tl.load(p_dbias_parts + i_lane * width + o_i, o_i < width, 0.0)
+            b_acc += tl.load(p_dbias_parts + tl.full((), i_lane, tl.int64) * width + o_i, o_i < width, 0.0)
         tl.store(p_dbias + o_i, b_acc.to(p_dbias.dtype.element_ty), o_i < width)
 
 

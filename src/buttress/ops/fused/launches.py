@@ -10,6 +10,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from buttress.errors import ButtressError
 from buttress.ops.fused.availability import INTERPRETED
 from buttress.ops.strides import StridedChain, StridedFactor, Strides
 
@@ -22,11 +23,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class OversizeKernelError(ButtressError):
+    """A kernel needs more shared memory or threads than the GPU has."""
+
+
+def forbid_in_capture() -> None:
+    """Refuse the first use of a kernel inside a CUDA graph capture, before anything there is copied or compiled.
+
+    Raises:
+        ButtressError: If the current stream is capturing.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ButtressError(
+            "a CUDA graph capture cannot compile the fused kernels of this layer: run the same step once before the "
+            "capture, and put bt.graphed() around both"
+        )
+
+
 class Launch:
     """A kernel with all constants that it is compiled for, launched without inspecting its arguments again.
 
-    A compiled kernel is specialized for dtypes and for numbers that are multiples of 16, so launches must be cached by
-    these. It also assumes that tensors start at multiples of 16 bytes. If one does not, triton inspects the arguments.
+    A compiled kernel is specialized for dtypes, for numbers that are multiples of 16 and for numbers of 2^31 and more,
+    which have another type, so launches must be cached by these. It also assumes that tensors start at multiples of 16
+    bytes. If one does not, triton inspects the arguments.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
@@ -37,23 +56,48 @@ class Launch:
         self.constant_values: list[Any] = []
         self.tensor_count = 0
         """Number of tensors among the arguments; they precede the numbers."""
+        self.compiled_alignments: set[tuple[bool, ...]] = set()
+        """For which of the tensors not being aligned triton has compiled the kernel."""
 
     def __call__(self, programs: int, *args: Any) -> None:
         if not self.tensor_count:
             self.tensor_count = sum(isinstance(a, Tensor) for a in args)
         if INTERPRETED or any(a.data_ptr() % 16 for a in args[: self.tensor_count]):
-            self.kernel[(programs,)](*args, **self.constants)
+            self.launch_inspected(programs, *args)
             return
         if self.compiled is None:
             self.compile(*args)
         self.compiled[(programs, 1, 1)](*args, *self.constant_values)
 
+    def launch_inspected(self, programs: int, *args: Any) -> None:
+        """Launch the kernel for tensors that start anywhere, which takes more host time."""
+        alignments = tuple(a.data_ptr() % 16 == 0 for a in args[: self.tensor_count])
+        if alignments not in self.compiled_alignments:
+            forbid_in_capture()
+        self.kernel[(programs,)](*args, **self.constants)
+        self.compiled_alignments.add(alignments)
+
     def compile(self, *args: Any) -> Any:
-        """Compile the kernel for arguments like these."""
+        """Compile the kernel for arguments like these.
+
+        Raises:
+            OversizeKernelError: If the GPU is too small for the kernel.
+            ButtressError: Inside a CUDA graph capture.
+        """
+        from triton.runtime.errors import OutOfResources
+
+        forbid_in_capture()
         self.constant_values = [self.constants[name] for name in self.kernel.arg_names[len(args) :]]
-        self.compiled = self.kernel.warmup(*args, grid=(1,), **self.constants)
-        self.compiled._init_handles()
-        return self.compiled
+        compiled = self.kernel.warmup(*args, grid=(1,), **self.constants)
+        try:
+            compiled._init_handles()
+        except OutOfResources as error:
+            raise OversizeKernelError(
+                f"this GPU is too small for the fused kernels of this layer ({error.name}: {error.required:,} needed, "
+                f"{error.limit:,} there): bt.calibrate(model, tokens) makes such layers use torch.bmm"
+            ) from None
+        self.compiled = compiled
+        return compiled
 
 
 class TensorSpec(NamedTuple):
@@ -88,6 +132,7 @@ def on_device_of_x(
 @lru_cache(maxsize=4096)
 def offset_table(factor: StridedFactor, device: torch.device, transposed: bool = False) -> Tensor:
     """For each block (source offset, target offset, slice), offsets in units of their alignment; int32 [blocks, 3]."""
+    forbid_in_capture()
     order = (1, 0, 2) if transposed else (0, 1, 2)
     units = (*factor.alignment, 1)
     rows = [[offsets[i] // units[i] for i in order] for offsets in factor.block_offsets]
@@ -146,6 +191,22 @@ def device_limits(device: torch.device) -> DeviceLimits:
         properties.max_threads_per_multi_processor,
         min(MAX_SHARED_BYTES, properties.shared_memory_per_block_optin - RESERVED_SHARED_BYTES),
     )
+
+
+def fitting_tile(device: torch.device, size: int, shared_bytes: Callable[[int], int]) -> int:
+    """The size of a tile, halved until a program with one stage fits a small GPU's shared memory, but at least 16.
+
+    Args:
+        device: The GPU.
+        size: A power of two.
+        shared_bytes: Shared memory of a program whose tile has a given size.
+
+    Returns:
+        A power of two. On an H200 it is `size` for all launch options that are measured.
+    """
+    while size > 16 and shared_bytes(size) > device_limits(device).program_shared_bytes:
+        size //= 2
+    return size
 
 
 def stage_count(device: torch.device, stages: int, resident: int, tile: int, scratch: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,31 +17,39 @@ from buttress.ops.fused.factor_launches import FactorPlan
 from buttress.ops.fused.launches import (
     MAX_ON_CHIP,
     Launch,
+    OversizeKernelError,
     TensorSpec,
     cdiv,
     device_limits,
+    fitting_tile,
     kernel_strides,
     lane_count,
     offset_table,
     stage_count,
     tile_size,
 )
+from buttress.ops.layouts import MAX_OFFSET
 from buttress.ops.strides import StridedChain, Strides
 from buttress.ops.tuning import TILE_TOKENS, Forward
+
+log = logging.getLogger(__name__)
 
 MAX_DECODE_TOKENS = 64
 """Maximum number of tokens for `launch_decode`."""
 IN_FLIGHT_BYTES, RING_GROUPS = 24 << 20, 2
 """Bytes of z in flight between the factors of a pair, about half of an L2 cache, and in how many groups of tiles."""
+REFUSED_LAUNCHES = ("cooperative launch", "operation not supported")
+"""What the driver's errors say if a grid cannot be resident as a whole, or a GPU has no cooperative launches."""
 
 
-class PairPlan(NamedTuple):
+@dataclass(slots=True)
+class PairPlan:
     """The parts of a launch that do not depend on the number of tokens.
 
     Args:
         tables: Offsets of the blocks of both factors.
         programs: Programs per lane, both factors together.
-        resident_programs: Number of programs that the GPU holds at once.
+        resident_programs: Number of programs that the GPU holds at once, as computed; 0 once the driver refused them.
         launch: The kernel with its constants.
     """
 
@@ -61,19 +71,20 @@ def launch_pair(
 ) -> tuple[bool, Tensor | None]:  # fmt: skip
     """Write y in one launch, unless the GPU does not hold all the programs at once.
 
+    How many it holds is computed from the sizes of the GPU. The driver may grant fewer (under MPS, in a green context):
+    it then refuses the cooperative launch before anything runs, and this pair is not tried again.
+
     Returns:
         Whether y was written, and with `save` the intermediate.
     """
     # The interpreter runs one program after the other: producers first, and no consumers to free the ring.
     ring = not save and not INTERPRETED
-    tables, programs, resident, launch = _pair_plan(
-        strided, TensorSpec.of(x), tuning, bool(scales), bias is not None, ring
-    )
-    if resident < programs:
+    plan = _pair_plan(strided, TensorSpec.of(x), tuning, bool(scales), bias is not None, ring)
+    if plan.resident_programs < plan.programs:
         return False, None
     (rows,) = strided.intermediate_rows
     tiles = cdiv(x.shape[0], TILE_TOKENS)
-    lanes = lane_count(programs, resident, tiles)
+    lanes = lane_count(plan.programs, plan.resident_programs, tiles)
     lane_tiles = cdiv(tiles, lanes)
     group_tiles = max(1, min(lane_tiles, IN_FLIGHT_BYTES // (lanes * RING_GROUPS * rows * TILE_TOKENS * x.itemsize)))
     groups = cdiv(lane_tiles, group_tiles)
@@ -83,12 +94,30 @@ def launch_pair(
     counters = torch.zeros(lanes * groups * 2, dtype=torch.int32, device=x.device)
     scale1, scale2 = scales or (x, x)
     first, second = strided.factors
-    launch(
-        programs * lanes, x, weights[0], scale1, tables[0], z, weights[1], scale2, x if bias is None else bias,
-        tables[1], y, counters, x.shape[0], tiles, lanes, group_tiles, groups, ring_groups, slots,
-        strided.d_in, rows, strided.d_out, first.blocks, second.blocks,
-    )  # fmt: skip
+    try:
+        plan.launch(
+            plan.programs * lanes, x, weights[0], scale1, plan.tables[0], z, weights[1], scale2,
+            x if bias is None else bias, plan.tables[1], y, counters,
+            x.shape[0], tiles, lanes, group_tiles, groups, ring_groups, slots,
+            strided.d_in, rows, strided.d_out, first.blocks, second.blocks,
+        )  # fmt: skip
+    except RuntimeError as error:
+        if not any(reason in str(error) for reason in REFUSED_LAUNCHES):
+            raise
+        plan.resident_programs = 0
+        report_refused_launch(x.device)
+        return False, None
     return True, z if save else None
+
+
+@lru_cache(maxsize=16)
+def report_refused_launch(device: torch.device) -> None:
+    """Say, once for each GPU, that pairs of factors run in two launches there."""
+    log.warning(
+        "%s refused a cooperative launch that needs more of it than this process gets (MPS, a green context): "
+        "the factors run in two launches instead, with the same result",
+        device,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -101,6 +130,7 @@ def _pair_plan(
     for factor in strided.factors:
         bk = tile_size(factor.source.size, MAX_ON_CHIP)
         bj = tile_size(factor.target.size, max(16, min(tuning.out, 65536 // (bk * itemsize))))
+        bj = fitting_tile(spec.device, bj, partial(_shared_bytes, bk, itemsize))
         tiles += [bk, bj]
         stages = stage_count(
             spec.device, stages, bk * bj * itemsize, bk * TILE_TOKENS * itemsize, bj * TILE_TOKENS * itemsize
@@ -115,7 +145,16 @@ def _pair_plan(
     if spec.device.type != "cuda":
         return PairPlan(tables, programs, programs * 2, Launch(kernels.forward_pair, constants))
     launch = Launch(kernels.forward_pair, constants | {"launch_cooperative_grid": True})
-    return PairPlan(tables, programs, _resident_programs(launch, strided, spec, tables, tuning.warps, scaled), launch)
+    try:
+        resident = _resident_programs(launch, strided, spec, tables, tuning.warps, scaled)
+    except OversizeKernelError:
+        resident = 0  # a launch for each factor may still fit
+    return PairPlan(tables, programs, resident, launch)
+
+
+def _shared_bytes(bk: int, itemsize: int, bj: int) -> int:
+    """Shared memory of a program with one stage: its part of the weight, the tile it reads and the tile it writes."""
+    return (bk * bj + (bk + bj) * TILE_TOKENS) * itemsize
 
 
 def _resident_programs(
@@ -155,6 +194,7 @@ def is_decodable(strided: StridedChain) -> bool:
         and len(first.block_axes) == 1
         and first.block_axes[0].source_stride == first.source.size
         and second.blocks >= 8
+        and first.slices * first.source.size * first.target.size <= MAX_OFFSET  # addressed as a whole
     )
 
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from buttress.core.chain import Chain
 from buttress.ops import speeds
 from buttress.ops.fused import availability
-from buttress.ops.layouts import layouts_of
+from buttress.ops.layouts import MAX_OFFSET, layouts_of
 from buttress.ops.strides import StridedChain
 from buttress.ops.tuning import Tuning, default_tuning
 
@@ -44,6 +44,8 @@ def preferred(chain: Chain, x: Tensor) -> bool:
         return False
     # A compiler may leave the number of tokens open.
     tokens = speeds.MANY_TOKENS if compiling else x.shape[0]
+    if tokens > MAX_OFFSET:
+        return False
     return speeds.prefers_kernels(
         signature, x.dtype, x.device.index or 0, tokens, torch.is_grad_enabled(), compiling or _graph_depth > 0
     )
