@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from buttress.core.structures import Structure
 from buttress.errors import PlanError
 from buttress.inspection.sites import check_not_wrapped, find_sites
 from buttress.projection.closed_form import Projection
-from buttress.surgery.choosing import Split, choose_entries
+from buttress.surgery.choosing import Split, StructureLike, select
 from buttress.surgery.exchange import apply_entries
 from buttress.surgery.plan import Plan
 from buttress.surgery.replacement import Init, Initialization
@@ -19,7 +18,7 @@ from buttress.surgery.report import Report
 
 def replace_(
     model: nn.Module,
-    plan: Structure | Mapping[str, Structure | None] | Plan,
+    plan: StructureLike | Mapping[str, StructureLike | None] | Plan,
     *,
     init: Init = "mup",
     normalize: bool = False,
@@ -71,5 +70,5 @@ def replace_(
     initialization = Initialization.checked(init, moments, sweeps, projections, dry_run=dry_run)
     check_not_wrapped(model)
     sites = find_sites(model, embeddings=True)
-    entries = choose_entries(model, plan, sites, normalize=normalize, split=split or {})
-    return apply_entries(model, entries, sites, initialization)
+    selection = select(model, plan, sites, normalize=normalize, split=split or {})
+    return apply_entries(model, selection.entries, sites, initialization, selection.kept)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from buttress.errors import ButtressError, PlanError
 from buttress.inspection.names import is_conv1d
-from buttress.inspection.sites import Site
+from buttress.inspection.sites import Site, whole_model_reason
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.split_linear import SplitLinear
@@ -192,14 +192,8 @@ def build_tied(site: Site, entry: PlanEntry, leader: Replacement, initialization
 def _check_replaceable(model: nn.Module, site: Site, remaining: Mapping[int, list[str]]) -> None:
     if site.is_embedding and len(names := remaining.get(id(site.weight), [])) > 1:
         raise PlanError(f"its weight is also {', '.join(names)}: replace all of these and by one structure, or none")
-    if site.owner in (model, model._modules.get("_orig_mod")):
-        structured_class = StructuredEmbedding if site.is_embedding else StructuredLinear
-        raise PlanError(
-            "the model is itself one layer, which cannot be replaced in place: use "
-            f"{structured_class.__name__}.from_dense, or wrap it in nn.Sequential"
-        )
-    if site.unsupported_reason:
-        raise PlanError(site.unsupported_reason)
+    if reason := whole_model_reason(model, site) or site.unsupported_reason:
+        raise PlanError(reason)
 
 
 def _checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from buttress.inspection.coverage import Unreached
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.structured import Structured
@@ -52,6 +53,8 @@ class Report:
         rows: One row per replaced layer or part, in the model's order.
         model_params_before: Parameters of the whole model before, each counted once.
         model_params_after: Parameters of the whole model after, each counted once.
+        params_reached: Parameters of the replaced layers before, each counted once.
+        unreached: What holds matrices and was not replaced, each with the reason.
 
     Example:
         >>> report = replace_(model, BTT(rank=2), dry_run=True)
@@ -62,6 +65,15 @@ class Report:
     rows: tuple[ReplacedRow, ...]
     model_params_before: int
     model_params_after: int
+    params_reached: int = 0
+    unreached: tuple[Unreached, ...] = ()
+
+    @property
+    def share_reached(self) -> float:
+        """Share of the model's parameters that were in replaced layers, from 0 to 1."""
+        # Quantized weights may be stored outside of parameters, so that the model's own count lacks them.
+        listed = self.params_reached + sum(u.params for u in self.unreached)
+        return self.params_reached / max(self.model_params_before, listed, 1)
 
     def __str__(self) -> str:
         def total(name: str) -> str:

@@ -1,0 +1,206 @@
+"""Obstacles: what holds matrices in a model and cannot be replaced, each with the reason."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from buttress.inspection.names import conv1d_class, is_conv1d, join, unique_modules
+from buttress.nn.attention import ProjectedAttention
+from buttress.nn.split_linear import SplitLinear
+from buttress.nn.structured import Structured
+
+_LINEAR_LIKE = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Classes whose instances can be replaced, if they compute what the class does."""
+
+_ADAPTER = "adapter of peft: merge or unload it first"
+_PARAMETRIZED = "its weight is parametrized (weight_norm, spectral_norm, pruning): remove that first"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One module or bare parameter that holds matrices and cannot be replaced.
+
+    Attributes:
+        name: Name of the module, or of the bare parameter.
+        kind: Class of the module that holds the matrices.
+        tensors: The parameters that it holds; empty for a module inside of another obstacle, which lists them.
+        packed_params: Weights that are stored in another form than parameters.
+        reason: Why it cannot be replaced, with a remedy where there is one.
+    """
+
+    name: str
+    kind: str
+    tensors: tuple[Tensor, ...]
+    packed_params: int
+    reason: str
+
+
+def find_obstacles(model: nn.Module) -> dict[str, Obstacle]:
+    """Every module and bare parameter that holds matrices and cannot be replaced, by name.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The obstacles in the model's order; a module with several names is listed under the first.
+    """
+    return {obstacle.name: obstacle for obstacle in _obstacles(model)}
+
+
+def _obstacles(model: nn.Module) -> Iterator[Obstacle]:
+    outer_reasons: dict[str, str | None] = {}
+    for name, module in unique_modules(model):
+        kind = type(module).__name__
+        outer = next((prefix for prefix in outer_reasons if name.startswith(prefix)), None)
+        if outer is not None:
+            # What is inside shares the fate: the parts of an adapter, the factors of a structured layer.
+            if (reason := outer_reasons[outer]) is not None:
+                yield Obstacle(name, kind, (), 0, reason)
+        elif isinstance(module, Structured | SplitLinear):
+            outer_reasons[join(name, "")] = None
+        elif (reason := layer_obstacle(module)) is not None:
+            if is_leaf := _is_one_layer(module):
+                outer_reasons[join(name, "")] = reason
+            tensors = tuple(module.parameters(recurse=is_leaf))
+            yield Obstacle(name, kind, tensors, 0 if tensors else _packed_params(module), reason)
+        elif not isinstance(module, _LINEAR_LIKE) and not is_conv1d(module):
+            yield from _bare_parameters(name, module)
+
+
+def _is_one_layer(module: nn.Module) -> bool:
+    """Whether the modules inside of an obstacle are parts of it, and not layers of their own."""
+    return isinstance(module, _LINEAR_LIKE) or is_conv1d(module) or _is_adapter(module) or not module._parameters
+
+
+def _packed_params(module: nn.Module) -> int:
+    """Weights of a quantized layer that has no parameters."""
+    sizes = [getattr(module, key, None) for key in ("in_features", "out_features")]
+    known = [size for size in sizes if isinstance(size, int)]
+    return prod(known) if len(known) == 2 else sum(b.numel() for b in module.buffers() if b.dim() >= 2)
+
+
+def layer_obstacle(module: nn.Module) -> str | None:
+    """Why a module that is, or imitates, a linear layer, embedding or convolution cannot be replaced.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The reason with its remedy. None if the module can be replaced, or is a container or another kind of module.
+    """
+    if _is_adapter(module):
+        return _ADAPTER
+    if (quantization := _quantization(module)) is not None:
+        return f"quantized ({quantization}): replace layers before quantizing"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return "recurrent layer"
+    if isinstance(module, nn.Bilinear):
+        return "bilinear layer"
+    if isinstance(module, nn.EmbeddingBag):
+        return "embedding bag"
+    if isinstance(module, _ConvNd) and (reason := _convolution_obstacle(module)):
+        return reason
+    return _changed_layer(module)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether a module is a part that peft added, or a layer that peft wrapped; peft's whole models are not."""
+    if not any(c.__module__.startswith("peft.") for c in type(module).__mro__):
+        return False
+    tuners, models = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.peft_model")
+    wholes = (getattr(tuners, "BaseTuner", None), getattr(models, "PeftModel", None))
+    return not isinstance(module, tuple(c for c in wholes if c is not None))
+
+
+def _quantization(module: nn.Module) -> str | None:
+    """How the weights of a module are quantized or packed, if they are."""
+    class_path = f"{type(module).__module__}.{type(module).__name__}"
+    if class_path.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic", "bitsandbytes.", "torchao.")):
+        return f"{type(module).__name__}"
+    for key, parameter in module.named_parameters(recurse=False):
+        if is_lazy(parameter) or parameter.dim() < 2:
+            continue
+        if _is_foreign(parameter):
+            return f"its {key} is a {type(parameter).__name__}"
+        if not parameter.is_floating_point() and not parameter.is_complex():
+            return f"its {key} is of {str(parameter.dtype).removeprefix('torch.')}"
+    for key, buffer in module.named_buffers(recurse=False):
+        if "weight" in key and buffer.dim() >= 2 and (_is_foreign(buffer) or not buffer.is_floating_point()):
+            return f"its {key} is of {str(buffer.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _is_foreign(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that stores or computes its values in a way of its own."""
+    return not (
+        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        or type(tensor).__module__.startswith(("torch.distributed.", "torch._subclasses."))
+    )
+
+
+def _convolution_obstacle(module: _ConvNd) -> str | None:
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return f"convolution ({type(module).__name__})"
+    if any(size != 1 for size in module.kernel_size):
+        return f"convolution with a kernel of {' × '.join(map(str, module.kernel_size))}: only 1 × 1 can be replaced"
+    if module.groups != 1:
+        return f"1 × 1 convolution with {module.groups} groups: only one group can be replaced"
+    if module.padding not in ((0,) * len(module.kernel_size), "valid", "same"):
+        return f"1 × 1 convolution with padding {module.padding}: only without padding it can be replaced"
+    return None
+
+
+def _changed_layer(module: nn.Module) -> str | None:
+    """How a layer differs from the class that it is an instance of."""
+    conv1d = conv1d_class()
+    for base in (*_LINEAR_LIKE, *(() if conv1d is None else (conv1d,))):
+        if not isinstance(module, base) or isinstance(module, ProjectedAttention):
+            continue
+        if _is_parametrized(module):
+            return _PARAMETRIZED
+        if type(module).forward is not base.forward:
+            return f"subclass {type(module).__name__} of nn.{base.__name__} with its own forward"
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+            return f"{base.__name__} whose forward was replaced on the instance"
+        if base is nn.MultiheadAttention:
+            return None
+        if set(module._parameters) - {"weight", "bias"} or module._buffers:
+            return "it has parameters or buffers besides weight and bias, which would be lost"
+    return None
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    holders = (module, module.out_proj) if isinstance(module, nn.MultiheadAttention) else (module,)
+    return any(
+        not any(k.endswith("weight") and p is not None for k, p in holder._parameters.items())
+        or hasattr(holder, "parametrizations")
+        for holder in holders
+    )
+
+
+def _bare_parameters(name: str, module: nn.Module) -> Iterator[Obstacle]:
+    """The matrices that a module holds itself: one obstacle for experts, else one per parameter."""
+    kind = type(module).__name__
+    matrices = {key: p for key, p in module.named_parameters(recurse=False) if _is_matrix(p)}
+    experts = tuple(p for p in matrices.values() if p.dim() == 3 and _are_experts(name, module, p))
+    if experts:
+        yield Obstacle(name, kind, tuple(module.parameters(recurse=False)), 0, "experts stored as one 3-D parameter")
+        return
+    for key, parameter in matrices.items():
+        yield Obstacle(join(name, key), kind, (parameter,), 0, "bare parameter")
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return not is_lazy(parameter) and sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _are_experts(name: str, module: nn.Module, parameter: Tensor) -> bool:
+    counts = [value for key, value in vars(module).items() if "expert" in key and isinstance(value, int)]
+    return "expert" in f"{name}.{type(module).__name__}".lower() or parameter.shape[0] in counts
