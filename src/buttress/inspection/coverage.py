@@ -66,7 +66,7 @@ def coverage(
             unreached.append(Unreached(name, site.kind, params, kept.get(name, _LEFT_OUT)))
     for obstacle in find_obstacles(model).values():
         params = _count(((id(t), t) for t in obstacle.tensors), counted) + obstacle.packed_params
-        if params:
+        if obstacle.tensors or obstacle.packed_params:
             unreached.append(Unreached(obstacle.name, obstacle.kind, params, obstacle.reason))
     params_reached = sum(_count(sites[name].tensors(), counted) for name in replaced)
     return Coverage(params_reached, tuple(unreached))

@@ -9,6 +9,7 @@ from torch import nn
 from buttress.inspection.names import is_conv1d, modules, unique_modules
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.linear import StructuredLinear
+from buttress.nn.pointwise_conv import StructuredPointwiseConv
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,17 @@ def output_head(model: nn.Module) -> OutputHead:
 
 def _last_linear(model: nn.Module) -> nn.Module | None:
     """The last linear layer in order of registration, replaceable or not; attention counts as one."""
-    linear_classes = (nn.Linear, StructuredLinear)
     attention_prefixes: tuple[str, ...] = ()
     last: nn.Module | None = None
     for name, module in unique_modules(model):
         if isinstance(module, nn.MultiheadAttention) and not isinstance(module, ProjectedAttention):
             attention_prefixes += (f"{name}.",)
             last = module
-        elif (isinstance(module, linear_classes) or is_conv1d(module)) and not name.startswith(attention_prefixes):
+        elif _is_linear(module) and not name.startswith(attention_prefixes):
             last = module
     return last
+
+
+def _is_linear(module: nn.Module) -> bool:
+    structured = isinstance(module, StructuredLinear) and not isinstance(module, StructuredPointwiseConv)
+    return structured or isinstance(module, nn.Linear) or is_conv1d(module)

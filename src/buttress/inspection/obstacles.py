@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from buttress.inspection.names import conv1d_class, is_conv1d, join, unique_modules
 from buttress.nn.attention import ProjectedAttention
+from buttress.nn.pointwise_conv import POINTWISE_CLASSES, not_pointwise_reason
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
 
-_LINEAR_LIKE = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LINEAR_LIKE = (nn.Linear, nn.Embedding, nn.MultiheadAttention, *POINTWISE_CLASSES)
 """Classes whose instances can be replaced, if they compute what the class does."""
 
 _ADAPTER = "adapter of peft: merge or unload it first"
@@ -55,20 +57,19 @@ def find_obstacles(model: nn.Module) -> dict[str, Obstacle]:
 
 
 def _obstacles(model: nn.Module) -> Iterator[Obstacle]:
-    outer_reasons: dict[str, str | None] = {}
+    # The layer whose parts come next, if any, with its reason: parts share the fate of their layer.
+    outer_prefix, outer_reason = None, None
     for name, module in unique_modules(model):
         kind = type(module).__name__
-        outer = next((prefix for prefix in outer_reasons if name.startswith(prefix)), None)
-        if outer is not None:
-            # What is inside shares the fate: the parts of an adapter, the factors of a structured layer.
-            if (reason := outer_reasons[outer]) is not None:
-                yield Obstacle(name, kind, (), 0, reason)
+        if outer_prefix is not None and name.startswith(outer_prefix):
+            if outer_reason is not None:
+                yield Obstacle(name, kind, (), 0, outer_reason)
         elif isinstance(module, Structured | SplitLinear):
-            outer_reasons[join(name, "")] = None
+            outer_prefix, outer_reason = join(name, ""), None
         elif (reason := layer_obstacle(module)) is not None:
-            if is_leaf := _is_one_layer(module):
-                outer_reasons[join(name, "")] = reason
-            tensors = tuple(module.parameters(recurse=is_leaf))
+            if is_one_layer := _is_one_layer(module):
+                outer_prefix, outer_reason = join(name, ""), reason
+            tensors = tuple(module.parameters(recurse=is_one_layer))
             yield Obstacle(name, kind, tensors, 0 if tensors else _packed_params(module), reason)
         elif not isinstance(module, _LINEAR_LIKE) and not is_conv1d(module):
             yield from _bare_parameters(name, module)
@@ -129,10 +130,10 @@ def _quantization(module: nn.Module) -> str | None:
             continue
         if _is_foreign(parameter):
             return f"its {key} is a {type(parameter).__name__}"
-        if not parameter.is_floating_point() and not parameter.is_complex():
+        if not _computes(parameter.dtype):
             return f"its {key} is of {str(parameter.dtype).removeprefix('torch.')}"
     for key, buffer in module.named_buffers(recurse=False):
-        if "weight" in key and buffer.dim() >= 2 and (_is_foreign(buffer) or not buffer.is_floating_point()):
+        if "weight" in key and buffer.dim() >= 2 and (_is_foreign(buffer) or not _computes(buffer.dtype)):
             return f"its {key} is of {str(buffer.dtype).removeprefix('torch.')}"
     return None
 
@@ -145,16 +146,15 @@ def _is_foreign(tensor: Tensor) -> bool:
     )
 
 
+def _computes(dtype: torch.dtype) -> bool:
+    """Whether weights of this data type are used as they are stored; float8 weights have scales besides."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
+
+
 def _convolution_obstacle(module: _ConvNd) -> str | None:
-    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return f"convolution ({type(module).__name__})"
-    if any(size != 1 for size in module.kernel_size):
-        return f"convolution with a kernel of {' × '.join(map(str, module.kernel_size))}: only 1 × 1 can be replaced"
-    if module.groups != 1:
-        return f"1 × 1 convolution with {module.groups} groups: only one group can be replaced"
-    if module.padding not in ((0,) * len(module.kernel_size), "valid", "same"):
-        return f"1 × 1 convolution with padding {module.padding}: only without padding it can be replaced"
-    return None
+    if not isinstance(module, POINTWISE_CLASSES):
+        return "transposed convolution"
+    return not_pointwise_reason(module)
 
 
 def _changed_layer(module: nn.Module) -> str | None:
@@ -173,7 +173,13 @@ def _changed_layer(module: nn.Module) -> str | None:
             return None
         if set(module._parameters) - {"weight", "bias"} or module._buffers:
             return "it has parameters or buffers besides weight and bias, which would be lost"
+        if isinstance(module, nn.Linear) and not is_lazy(module.weight) and not _is_whole(module):
+            return f"its weight is of shape {tuple(module.weight.shape)}, not (out, in): packed or sharded"
     return None
+
+
+def _is_whole(linear: nn.Linear) -> bool:
+    return linear.weight.shape == (linear.out_features, linear.in_features)
 
 
 def _is_parametrized(module: nn.Module) -> bool:

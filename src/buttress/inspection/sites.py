@@ -1,4 +1,4 @@
-"""Sites: the linear layers and embeddings of a model, with how to read and how to replace each of them."""
+"""Sites: what can be replaced in a model, with how to read and how to replace each layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from buttress.errors import PlanError
 from buttress.inspection.names import is_conv1d, join, last_part, modules, unique_modules
 from buttress.inspection.obstacles import find_obstacles
 from buttress.nn.attention import PROJECTIONS, ProjectedAttention, linear_from_tensors, unpacked
+from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.linear import StructuredLinear
+from buttress.nn.pointwise_conv import POINTWISE_CLASSES, Pointwise, StructuredPointwiseConv
 
 
 @dataclass(frozen=True)
 class Site:
-    """One linear layer or embedding of a model.
+    """One linear layer, embedding or 1 × 1 convolution of a model.
 
     Attributes:
         name: Name of the layer in the model.
@@ -27,7 +30,7 @@ class Site:
         unsupported_reason: Why the layer cannot be replaced at present, and what to do; None if it can be.
         read: Returns the layer as an nn.Linear: the module itself if it is one, else a layer around views of its
             weights. An embedding is returned as the head that would be tied to it: from embedding_dim to
-            num_embeddings, without bias.
+            num_embeddings, without bias. A convolution is returned as the layer between its channels.
         put: Puts a module in the place of the layer.
     """
 
@@ -45,14 +48,21 @@ class Site:
         return isinstance(self.owner, nn.Embedding)
 
     @property
+    def is_convolution(self) -> bool:
+        """Whether the layer is a 1 × 1 convolution."""
+        return isinstance(self.owner, POINTWISE_CLASSES)
+
+    @property
     def by_name_only(self) -> bool:
         """Whether the layer is replaced only by a glob that ends in its own name."""
-        return self.is_embedding
+        return self.is_embedding or self.is_convolution
 
     @property
     def description(self) -> str:
         """What the layer is, in words."""
-        return "embedding" if self.is_embedding else "linear layer"
+        if self.is_embedding:
+            return "embedding"
+        return "1 × 1 convolution" if self.is_convolution else "linear layer"
 
     def tensors(self) -> list[tuple[object, Tensor]]:
         """The layer's weight and bias, each with a key that layers which share it have in common."""
@@ -70,12 +80,12 @@ def find_sites(model: nn.Module, *, embeddings: bool = False) -> dict[str, Site]
 
     Args:
         model: The model.
-        embeddings: Whether to include every nn.Embedding.
+        embeddings: Whether to include what is replaced by name only: every nn.Embedding and every 1 × 1 convolution.
 
     Returns:
         The sites in the model's order; a layer with several names is listed under the first.
     """
-    return {site.name: site for site in _sites(model) if embeddings or not site.is_embedding}
+    return {site.name: site for site in _sites(model) if embeddings or not site.by_name_only}
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
@@ -122,6 +132,8 @@ def _reader(module: nn.Module) -> Callable[[], nn.Linear] | None:
         return partial(_read_linear, module)
     if isinstance(module, nn.Embedding):
         return partial(_read_embedding, module)
+    if isinstance(module, POINTWISE_CLASSES):
+        return partial(_read_convolution, module)
     return partial(_read_conv1d, module) if is_conv1d(module) else None
 
 
@@ -131,6 +143,12 @@ def _read_linear(module: nn.Linear) -> nn.Linear:
 
 def _read_embedding(module: nn.Embedding) -> nn.Linear:
     return linear_from_tensors(module.weight, None).train(module.training)
+
+
+def _read_convolution(module: Pointwise) -> nn.Linear:
+    kernel = module.weight
+    linear = linear_from_tensors(kernel.detach().flatten(1), module.bias, requires_grad=kernel.requires_grad)
+    return linear.train(module.training)
 
 
 def _read_conv1d(module: nn.Module) -> nn.Linear:
@@ -177,10 +195,11 @@ def whole_model_reason(model: nn.Module, site: Site) -> str | None:
     """Why a layer that is the whole model cannot be replaced, and what to do; None for any other layer."""
     if site.owner not in (model, model._modules.get("_orig_mod")):
         return None
-    structured_class = "StructuredEmbedding" if site.is_embedding else "StructuredLinear"
+    convolution = StructuredPointwiseConv if site.is_convolution else StructuredLinear
+    structured_class = StructuredEmbedding if site.is_embedding else convolution
     return (
-        f"the model is itself one layer, which cannot be replaced in place: use {structured_class}.from_dense, or wrap "
-        "it in nn.Sequential"
+        "the model is itself one layer, which cannot be replaced in place: use "
+        f"{structured_class.__name__}.from_dense, or wrap it in nn.Sequential"
     )
 
 

@@ -89,6 +89,9 @@ def select(
             or there is nothing to replace.
     """
     plan = _checked_plan(plan)
+    for site in sites.values():
+        if reason := whole_model_reason(model, site):
+            raise PlanError(reason)
     linear = {name: site for name, site in sites.items() if not site.by_name_only}
     splits = _matched(model, split, linear, label="split: ")
     if isinstance(plan, Structure):
@@ -193,11 +196,8 @@ def _nothing_reason(model: nn.Module, plan: object, sites: Mapping[str, Site], k
     """Why a plan replaces nothing, and what to do."""
     structured = [name for name, module in modules(model) if isinstance(module, Structured)]
     obstacles = [obstacle for obstacle in find_obstacles(model).values() if obstacle.tensors or obstacle.packed_params]
-    root = next((reason for site in sites.values() if (reason := whole_model_reason(model, site))), None)
     if isinstance(plan, Mapping):
         return "the plan selects no layer" if sites else "the model has no linear layer"
-    if root is not None:
-        return root
     if structured:
         return f"{structured[0]} and what else can be are structured already: densify_ the model first to start again"
     if obstacles:
