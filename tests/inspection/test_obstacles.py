@@ -91,10 +91,10 @@ LAYERS = {
         lambda: parametrizations.weight_norm(nn.MultiheadAttention(8, 2), "in_proj_weight"),
         "its weight is parametrized",
     ),
-    "bitsandbytes": (lambda: Linear4bit(8, 8), "quantized (its weight is a Params4bit)"),
+    "bitsandbytes": (lambda: Linear4bit(8, 8), "quantized (its weight is of class Params4bit)"),
     "integers in buffers": (QuantLinear, "quantized (its qweight is of int32)"),
     "float8": (Float8Linear, "quantized (its weight is of float8_e4m3fn)"),
-    "tensor class": (foreign_weight, "quantized (its weight is a Shifted)"),
+    "tensor class": (foreign_weight, "quantized (its weight is of class Shifted)"),
     "torch.ao": (torch_quantized, "quantized (Linear)"),
     "sharded": (sharded_weight, "its weight is of shape (4, 8), not (out, in)"),
     "recurrent": (lambda: nn.LSTM(8, 8), "recurrent layer"),
@@ -119,9 +119,11 @@ def test_a_wildcard_passes_over_it_and_a_name_is_refused(case: str) -> None:
         assert odd.reason.startswith(reason)
         assert odd.params >= 32
         assert f"odd ({odd.reason})" in str(report)
-    with pytest.raises(bt.PlanError) as error:
-        bt.replace_(model, {"odd": bt.BTT(), "plain": bt.BTT()})
-    assert str(error.value).startswith(f"odd: {reason}")
+    saved = bt.Plan((bt.PlanEntry("odd", bt.BTT()), bt.PlanEntry("plain", bt.BTT())))
+    for plan in ({"odd": bt.BTT(), "plain": bt.BTT()}, saved):
+        with pytest.raises(bt.PlanError) as error:
+            bt.replace_(model, plan)
+        assert str(error.value).startswith(f"odd: {reason}")
     if before:
         assert_unchanged(model, before)
     assert len(bt.replace_(model, {"odd": None, "*": bt.BTT()}).rows) == 2

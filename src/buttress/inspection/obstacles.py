@@ -129,7 +129,7 @@ def _quantization(module: nn.Module) -> str | None:
         if is_lazy(parameter) or parameter.dim() < 2:
             continue
         if _is_foreign(parameter):
-            return f"its {key} is a {type(parameter).__name__}"
+            return f"its {key} is of class {type(parameter).__name__}"
         if not _computes(parameter.dtype):
             return f"its {key} is of {str(parameter.dtype).removeprefix('torch.')}"
     for key, buffer in module.named_buffers(recurse=False):

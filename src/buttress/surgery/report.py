@@ -91,7 +91,7 @@ class Report:
         common = [n for n in ("kind", "structure") if len(self.rows) > 1 and len(texts[n]) == 1]
         empty = [name for name, values in texts.items() if values <= {""}]
         sums = [show(sum(getattr(row, n) for row in self.rows)) for n in _SUMMED_COLUMNS]
-        total = [f"{len(self.rows)} layers", "", "", *sums, "", "", "", ""]
+        total = ["1 layer" if len(self.rows) == 1 else f"{len(self.rows)} layers", "", "", *sums, "", "", "", ""]
         table = render(self.rows, total=total, headings=_HEADINGS, omitted=[*common, *empty])
         above = ", ".join(f"{name}: {show(getattr(self.rows[0], name))}" for name in common)
         return f"{above}\n{table}" if above else table
