@@ -96,6 +96,7 @@ LAYERS = {
     "float8": (Float8Linear, "quantized (its weight is of float8_e4m3fn)"),
     "tensor class": (foreign_weight, "quantized (its weight is of class Shifted)"),
     "torch.ao": (torch_quantized, "quantized (Linear)"),
+    "traced": (lambda: torch.jit.trace(nn.Linear(8, 8), torch.randn(1, 8)), "TorchScript"),
     "sharded": (sharded_weight, "its weight is of shape (4, 8), not (out, in)"),
     "recurrent": (lambda: nn.LSTM(8, 8), "recurrent layer"),
     "recurrent cell": (lambda: nn.GRUCell(8, 8), "recurrent layer"),
@@ -107,6 +108,7 @@ LAYERS = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("case", LAYERS)
 def test_a_wildcard_passes_over_it_and_a_name_is_refused(case: str) -> None:
     build, reason = LAYERS[case]

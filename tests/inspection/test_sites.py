@@ -98,6 +98,8 @@ def test_a_linear_with_more_than_weight_and_bias_is_rejected() -> None:
         bt.replace_(model, {"0": bt.BTT()})
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_sharded_and_replicated_models_are_rejected(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
@@ -110,6 +112,21 @@ def test_sharded_and_replicated_models_are_rejected(tmp_path: Path) -> None:
         sharded = torch.distributed.fsdp.fully_shard(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)))
         with pytest.raises(bt.PlanError, match="wrap it after replacing"):
             bt.replace_(sharded, bt.BTT())
+        for use_orig_params in (True, False):
+            flat = torch.distributed.fsdp.FullyShardedDataParallel(
+                nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)),
+                use_orig_params=use_orig_params,
+                device_id=torch.device("cpu"),
+            )
+            with pytest.raises(bt.PlanError, match="wrap it after replacing"):
+                bt.replace_(flat, bt.BTT())
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        parallel = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        torch.distributed.tensor.parallel.parallelize_module(
+            parallel, mesh, {"0": torch.distributed.tensor.parallel.ColwiseParallel()}
+        )
+        with pytest.raises(bt.PlanError, match=r"0\.weight is sharded over several processes"):
+            bt.replace_(parallel, bt.BTT())
     finally:
         torch.distributed.destroy_process_group()
 

@@ -77,7 +77,8 @@ def _obstacles(model: nn.Module) -> Iterator[Obstacle]:
 
 def _is_one_layer(module: nn.Module) -> bool:
     """Whether the modules inside of an obstacle are parts of it, and not layers of their own."""
-    return isinstance(module, _LINEAR_LIKE) or is_conv1d(module) or _is_adapter(module) or not module._parameters
+    whole_classes = (*_LINEAR_LIKE, torch.jit.ScriptModule)
+    return isinstance(module, whole_classes) or is_conv1d(module) or _is_adapter(module) or not module._parameters
 
 
 def _packed_params(module: nn.Module) -> int:
@@ -100,6 +101,8 @@ def layer_obstacle(module: nn.Module) -> str | None:
         return _ADAPTER
     if (quantization := _quantization(module)) is not None:
         return f"quantized ({quantization}): replace layers before quantizing"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript: replace layers before scripting or tracing"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return "recurrent layer"
     if isinstance(module, nn.Bilinear):

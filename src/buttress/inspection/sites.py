@@ -17,6 +17,8 @@ from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import POINTWISE_CLASSES, Pointwise, StructuredPointwiseConv
 
+_SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule"}
+
 
 @dataclass(frozen=True)
 class Site:
@@ -236,7 +238,9 @@ def check_not_wrapped(model: nn.Module) -> None:
         PlanError: If any module of the model is wrapped by DDP or FSDP, or a parameter is sharded.
     """
     for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel) or "FSDP" in type(module).__name__:
+        # By name, because importing FSDP takes long: FullyShardedDataParallel wraps, fully_shard derives a class.
+        classes = {c.__name__ for c in type(module).__mro__}
+        if isinstance(module, nn.parallel.DistributedDataParallel) or classes & _SHARDING_CLASSES:
             raise PlanError("the model is wrapped for distributed training already: wrap it after replacing layers")
     for name, parameter in model.named_parameters():
         if type(parameter).__module__.startswith("torch.distributed.") or hasattr(parameter, "ds_id"):
