@@ -63,3 +63,14 @@ def test_quantized_weights_outside_of_parameters_count_in_the_share() -> None:
     report = bt.replace_(model, {"1": bt.BTT()})
     assert {u.name: u.params for u in report.unreached} == {"0": 256, "2": 256}
     assert report.share_reached == 1 / 3
+
+
+def test_layers_that_are_structured_already_are_named() -> None:
+    model = Net()
+    bt.replace_(model, {"blocks.0.*": bt.BTT()}, split={"blocks.0.qkv": 3})
+    report = bt.replace_(model, bt.BTT(), dry_run=True)
+    before = {u.name: (u.kind, u.params) for u in report.unreached if u.reason == "structured already"}
+    assert before == {
+        name: (kind, size(model.get_submodule(name)))
+        for name, kind in (("blocks.0.qkv", "SplitLinear"), ("blocks.0.out", "StructuredLinear"))
+    }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from buttress.inspection.names import join, unique_modules
 from buttress.inspection.obstacles import find_obstacles
 from buttress.inspection.sites import Site
+from buttress.nn.split_linear import SplitLinear
+from buttress.nn.structured import Structured
 
 _LEFT_OUT = "not named by the plan"
 
@@ -68,8 +71,22 @@ def coverage(
         params = _count(((id(t), t) for t in obstacle.tensors), counted) + obstacle.packed_params
         if obstacle.tensors or obstacle.packed_params:
             unreached.append(Unreached(obstacle.name, obstacle.kind, params, obstacle.reason))
+    for name, module in _structured_layers(model):
+        params = _count(((id(p), p) for p in module.parameters()), counted)
+        unreached.append(Unreached(name, type(module).__name__, params, "structured already"))
     params_reached = sum(_count(sites[name].tensors(), counted) for name in replaced)
     return Coverage(params_reached, tuple(unreached))
+
+
+def _structured_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The structured layers of a model; the parts of a split layer are not listed by themselves."""
+    split_prefix = None
+    for name, module in unique_modules(model):
+        if isinstance(module, SplitLinear):
+            split_prefix = join(name, "")
+            yield name, module
+        elif isinstance(module, Structured) and not (split_prefix is not None and name.startswith(split_prefix)):
+            yield name, module
 
 
 def _count(tensors: Iterable[tuple[object, Tensor]], counted: set[object]) -> int:
