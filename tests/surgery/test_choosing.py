@@ -140,6 +140,11 @@ def test_a_mapping_with_values_of_the_wrong_type(value: object) -> None:
         bt.replace_(Net(), {"*": value})
 
 
+def test_a_mapping_whose_keys_are_no_texts() -> None:
+    with pytest.raises(bt.PlanError, match="the plan has 0 in place of a glob"):
+        bt.replace_(Net(), {0: bt.BTT()})
+
+
 def test_a_class_in_place_of_a_structure_says_what_to_write() -> None:
     for plan in (bt.BTT, {"*": bt.BTT}):
         with pytest.raises(bt.PlanError, match=r"write BTT\(\.\.\.\)"):

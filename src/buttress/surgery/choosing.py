@@ -117,6 +117,9 @@ def select(
 def _checked_plan(plan: object) -> Structure | Mapping[str, Structure | None]:
     """A plan with its texts parsed."""
     if isinstance(plan, Mapping):
+        for glob in plan:
+            if not isinstance(glob, str):
+                raise PlanError(f"the plan has {glob!r} in place of a glob: write the name of a layer as a text")
         return {glob: None if value is None else _checked_structure(value, glob) for glob, value in plan.items()}
     if isinstance(plan, Structure):
         return plan
