@@ -125,9 +125,8 @@ def _is_adapter(module: nn.Module) -> bool:
 
 def _quantization(module: nn.Module) -> str | None:
     """How the weights of a module are quantized or packed, if they are."""
-    class_path = f"{type(module).__module__}.{type(module).__name__}"
-    if class_path.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic", "bitsandbytes.", "torchao.")):
-        return f"{type(module).__name__}"
+    if type(module).__module__.startswith(("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")):
+        return type(module).__name__  # its weights are neither parameters nor buffers
     for key, parameter in module.named_parameters(recurse=False):
         if is_lazy(parameter) or parameter.dim() < 2:
             continue
