@@ -65,7 +65,7 @@ def assert_unchanged(model: nn.Module, before: tuple[dict, dict, dict]) -> None:
     modules, tensors, values = snapshot(model)
     assert modules == before[0]
     assert tensors == before[1]
-    torch.testing.assert_close(values, before[2], rtol=0, atol=0)
+    torch.testing.assert_close(values, before[2], rtol=0, atol=0, equal_nan=True)
 
 
 def encoder_net() -> nn.Sequential:

@@ -36,6 +36,12 @@ def test_totals_are_the_last_line() -> None:
     assert lines[-2] == lines[1] == "-" * len(lines[0])
 
 
+def test_headings_and_columns_are_chosen() -> None:
+    total = ["2 layers", "", "1,536", ""]
+    lines = render(ROWS, total=total, headings={"weight_decay": "decay"}, omitted=("zero", "params")).splitlines()
+    assert lines == ["name      decay", "---------------", "up          0.1", "down", "---------------", "2 layers"]
+
+
 def test_nothing() -> None:
     assert render([]) == "(nothing)"
     assert render([], total=["0"]) == "(nothing)"

@@ -42,11 +42,12 @@ from buttress.errors import (
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
+from buttress.nn.pointwise_conv import StructuredPointwiseConv
 from buttress.nn.split_linear import SplitLinear
 from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
-from buttress.surgery import Plan, PlanEntry, Report, densify_, replace_
+from buttress.surgery import Plan, PlanEntry, Report, Unreached, densify_, replace_
 
 __version__ = "0.2.0.dev0"
 
@@ -84,7 +85,9 @@ __all__ = [
     "StructureError",
     "StructuredEmbedding",
     "StructuredLinear",
+    "StructuredPointwiseConv",
     "TensorTrain",
+    "Unreached",
     "advise",
     "budget",
     "calibrate",

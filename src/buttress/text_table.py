@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 
-def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
+def render(
+    rows: Sequence[Any],
+    *,
+    total: Sequence[str] | None = None,
+    headings: Mapping[str, str] | None = None,
+    omitted: Collection[str] = (),
+) -> str:
     """Dataclass instances as a table with one column per field that `repr` shows, numbers aligned to the right.
 
     Args:
         rows: Instances of one dataclass.
         total: Cells of a last line, one per field.
+        headings: Headings of columns by field; by default the field's name.
+        omitted: Fields without a column.
 
     Returns:
         The table, one line per row under a header, or "(nothing)" without rows.
@@ -32,10 +40,13 @@ def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
         return "(nothing)"
     first = rows[0]
     assert is_dataclass(first)
-    names = [f.name for f in fields(first) if f.repr]
+    columns = [f.name for f in fields(first) if f.repr]
+    names = [name for name in columns if name not in omitted]
     cells = [[show(getattr(row, name)) for name in names] for row in rows]
     numeric = [all(isinstance(getattr(row, n), int | float | None) for row in rows) for n in names]
-    lines = [[n.replace("_", " ") for n in names], *cells, *([list(total)] if total else [])]
+    heading = [(headings or {}).get(n, n.replace("_", " ")) for n in names]
+    last = [[cell for cell, n in zip(total, columns, strict=True) if n in names]] if total else []
+    lines = [heading, *cells, *last]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
 
     def text(line: Sequence[str]) -> str:
@@ -44,7 +55,7 @@ def render(rows: Sequence[Any], *, total: Sequence[str] | None = None) -> str:
 
     rule = "-" * len(text(["x" * w for w in widths]))
     body = [text(line) for line in cells]
-    return "\n".join([text(lines[0]), rule, *body, *([rule, text(total)] if total else [])])
+    return "\n".join([text(heading), rule, *body, *(line for cell in last for line in (rule, text(cell)))])
 
 
 def show(value: Any) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import buttress as bt
 
@@ -39,3 +40,11 @@ def test_lora_on_top(tmp_path: Path) -> None:
     torch.testing.assert_close(again(TOKENS).logits, tuned)
     with pytest.raises(bt.PlanError, match="cannot be merged"):
         again.merge_and_unload()
+
+
+def test_lora_on_a_structured_convolution_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3))
+    bt.replace_(model, {"0": bt.BTT()})
+    with pytest.raises(bt.PlanError, match="leave it out of target_modules"):
+        peft.get_peft_model(model, hf.lora(peft.LoraConfig(r=2, target_modules=["0"])))

@@ -128,25 +128,80 @@ def test_replacing_again_says_that_it_is_done() -> None:
     assert list(structured(model)) == BODY
 
 
-@pytest.mark.parametrize("plan", [None, "btt(rank=2)", bt.BTT, 3, ["*"]], ids=str)
+@pytest.mark.parametrize("plan", [None, bt.BTT, 3, ["*"]], ids=str)
 def test_a_plan_of_the_wrong_type(plan: object) -> None:
-    with pytest.raises(bt.PlanError, match="a plan is a Structure, a mapping of name globs, or a Plan"):
+    with pytest.raises(bt.PlanError, match="a plan is a Structure or its text, a mapping of name globs, or a Plan"):
         bt.replace_(Net(), plan)
 
 
-@pytest.mark.parametrize("value", ["btt", bt.BTT, 2], ids=str)
+@pytest.mark.parametrize("value", [bt.BTT, 2], ids=str)
 def test_a_mapping_with_values_of_the_wrong_type(value: object) -> None:
-    with pytest.raises(bt.PlanError, match=r"the plan gives '\*'.*Structure or None is needed"):
+    with pytest.raises(bt.PlanError, match=r"the plan gives '\*'.*Structure, its text or None is needed"):
         bt.replace_(Net(), {"*": value})
+
+
+def test_a_mapping_whose_keys_are_no_texts() -> None:
+    with pytest.raises(bt.PlanError, match="the plan has 0 in place of a glob"):
+        bt.replace_(Net(), {0: bt.BTT()})
+
+
+def test_a_class_in_place_of_a_structure_says_what_to_write() -> None:
+    for plan in (bt.BTT, {"*": bt.BTT}):
+        with pytest.raises(bt.PlanError, match=r"write BTT\(\.\.\.\)"):
+            bt.replace_(Net(), plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "structure"),
+    [
+        ("btt(rank=2)", bt.BTT(rank=2)),
+        ({"mlp.*": "low_rank(rank=3)", "*": None}, {"mlp.*": bt.LowRank(rank=3), "*": None}),
+    ],
+    ids=["alone", "in a mapping"],
+)
+def test_texts_are_parsed(text: object, structure: object) -> None:
+    assert bt.replace_(Net(), text, dry_run=True) == bt.replace_(Net(), structure, dry_run=True)
+
+
+def test_a_text_that_is_no_structure() -> None:
+    with pytest.raises(bt.StructureError, match=r"bttt.*did you mean 'btt'"):
+        bt.replace_(Net(), "bttt(rank=2)")
 
 
 def test_nothing_to_replace() -> None:
     with pytest.raises(bt.PlanError, match="no linear layer"):
         bt.replace_(nn.Sequential(nn.ReLU()), bt.BTT())
-    with pytest.raises(bt.PlanError, match="besides its head"):
+    with pytest.raises(
+        bt.PlanError, match=r"0 stays dense \(output head, taken to be the last linear layer\).*name it"
+    ):
         bt.replace_(nn.Sequential(nn.Linear(4, 4)), bt.BTT())
     with pytest.raises(bt.PlanError, match="nothing to replace"):
         bt.replace_(Net(), {"*": None})
+
+
+def test_a_model_that_is_one_linear_layer_says_what_to_use() -> None:
+    with pytest.raises(bt.PlanError, match=r"itself one layer.*StructuredLinear\.from_dense"):
+        bt.replace_(nn.Linear(4, 4), bt.BTT())
+
+
+def test_replacing_everything_again_says_that_it_is_done() -> None:
+    model = Net()
+    bt.replace_(model, bt.BTT())
+    with pytest.raises(bt.PlanError, match=r"blocks\.0\.qkv.*structured already: densify_ the model first"):
+        bt.replace_(model, bt.BTT(rank=2))
+
+
+@pytest.mark.parametrize(
+    ("glob", "advice"),
+    [
+        ("qkv", r"write '\*\.qkv' for blocks\.0\.qkv and 1 more"),
+        ("mlp", r"write 'mlp\.\*' for mlp\.0 and 1 more"),
+        ("0", r"write '\*\.0' for mlp\.0$"),
+    ],
+)
+def test_a_name_without_a_wildcard_says_what_would_be_taken(glob: str, advice: str) -> None:
+    with pytest.raises(bt.PlanError, match=advice):
+        bt.replace_(Net(), {glob: bt.BTT()})
 
 
 def test_split_in_equal_parts() -> None:

@@ -81,7 +81,7 @@ def test_report(scenario: str, init: str) -> None:
         assert not row.zero_start
         assert (row.projection_error is None) == (init == "mup")
     text = str(report)
-    assert f"{len(report.rows)} layers" in text
+    assert f"{len(report.rows)} layer" in text
     assert f"{before:,} -> {size(model):,} parameters" in text
 
 

@@ -15,12 +15,13 @@ from buttress.suggestions import closest_names
 T = TypeVar("T")
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module under each of its names, without the levels that wrappers insert.
 
-    torch.compile, DistributedDataParallel, FSDP and activation checkpointing put a module inside
+    torch.compile, DataParallel, DistributedDataParallel, FSDP and activation checkpointing put a module inside
     another. Both then have the same name, and the inner module is the one yielded.
 
     Args:
@@ -39,7 +40,7 @@ def _collect(module: nn.Module, name: str, by_name: dict[str, nn.Module]) -> Non
     for key, child in module._modules.items():
         if child is None:
             continue
-        wrapped = key in _WRAPPERS or (key == "module" and isinstance(module, nn.parallel.DistributedDataParallel))
+        wrapped = key in _WRAPPERS or (key == "module" and isinstance(module, _PARALLEL))
         _collect(child, name if wrapped else join(name, key), by_name)
 
 
@@ -124,7 +125,13 @@ def suggest(glob: str, names: Iterable[str]) -> str:
     return closest_names(glob.replace("*", ""), every_name) if every_name else "the model has none"
 
 
+def conv1d_class() -> type[nn.Module] | None:
+    """transformers' Conv1D, a linear layer whose weight is stored as (in, out); None if it was never imported."""
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    return None if pytorch_utils is None else pytorch_utils.Conv1D
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is transformers' Conv1D: a linear layer whose weight is stored as (in, out)."""
-    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
-    return pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D)
+    conv1d = conv1d_class()
+    return conv1d is not None and isinstance(module, conv1d)

@@ -1,31 +1,38 @@
-"""Sites: the linear layers and embeddings of a model, with how to read and how to replace each of them."""
+"""Sites: what can be replaced in a model, with how to read and how to replace each layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from buttress.errors import PlanError
-from buttress.inspection.names import is_conv1d, join, modules, unique_modules
+from buttress.inspection.names import is_conv1d, join, last_part, modules, unique_modules
+from buttress.inspection.obstacles import find_obstacles
 from buttress.nn.attention import PROJECTIONS, ProjectedAttention, linear_from_tensors, unpacked
+from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.linear import StructuredLinear
+from buttress.nn.pointwise_conv import POINTWISE_CLASSES, Pointwise, StructuredPointwiseConv
+
+_SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule"}
 
 
 @dataclass(frozen=True)
 class Site:
-    """One linear layer or embedding of a model.
+    """One linear layer, embedding or 1 × 1 convolution of a model.
 
     Attributes:
         name: Name of the layer in the model.
         kind: Class of the module; for a projection of attention also the projection's name.
         owner: The module that is removed when the layer is replaced.
         weight: The parameter that contains the layer's weight, possibly together with other weights.
-        unsupported_reason: Why the layer cannot be replaced, and what to do; None if it can be.
+        unsupported_reason: Why the layer cannot be replaced at present, and what to do; None if it can be.
         read: Returns the layer as an nn.Linear: the module itself if it is one, else a layer around views of its
             weights. An embedding is returned as the head that would be tied to it: from embedding_dim to
-            num_embeddings, without bias.
+            num_embeddings, without bias. A convolution is returned as the layer between its channels.
         put: Puts a module in the place of the layer.
     """
 
@@ -42,34 +49,57 @@ class Site:
         """Whether the layer is an embedding."""
         return isinstance(self.owner, nn.Embedding)
 
+    @property
+    def is_convolution(self) -> bool:
+        """Whether the layer is a 1 × 1 convolution."""
+        return isinstance(self.owner, POINTWISE_CLASSES)
+
+    @property
+    def by_name_only(self) -> bool:
+        """Whether the layer is replaced only by a glob that ends in its own name."""
+        return self.is_embedding or self.is_convolution
+
+    @property
+    def description(self) -> str:
+        """What the layer is, in words."""
+        if self.is_embedding:
+            return "embedding"
+        return "1 × 1 convolution" if self.is_convolution else "linear layer"
+
+    def tensors(self) -> list[tuple[object, Tensor]]:
+        """The layer's weight and bias, each with a key that layers which share it have in common."""
+        if not isinstance(self.owner, nn.MultiheadAttention) or self.weight is self.owner.out_proj.weight:
+            holder = self.owner.out_proj if isinstance(self.owner, nn.MultiheadAttention) else self.owner
+            return [(id(p), p) for p in holder.parameters(recurse=False)]
+        # The projections share one packed weight and one packed bias, of which each has a part.
+        projection, linear = last_part(self.name), self.read()
+        keyed: list[tuple[object, Tensor]] = [((id(self.weight), projection), linear.weight)]
+        return keyed if linear.bias is None else [*keyed, ((id(self.owner.in_proj_bias), projection), linear.bias)]
+
 
 def find_sites(model: nn.Module, *, embeddings: bool = False) -> dict[str, Site]:
     """Every linear layer of a model by name.
 
     Args:
         model: The model.
-        embeddings: Whether to include every nn.Embedding.
+        embeddings: Whether to include what is replaced by name only: every nn.Embedding and every 1 × 1 convolution.
 
     Returns:
         The sites in the model's order; a layer with several names is listed under the first.
     """
-    return {site.name: site for site in _sites(model) if embeddings or not site.is_embedding}
+    return {site.name: site for site in _sites(model) if embeddings or not site.by_name_only}
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    compiled = individually_compiled(model)
+    compiled, offloaded, obstacles = individually_compiled(model), offloaded_modules(model), find_obstacles(model)
     handled_prefixes: tuple[str, ...] = ()
     for name, module in unique_modules(model):
-        if name.startswith(handled_prefixes):
+        if name in obstacles or name.startswith(handled_prefixes):
             continue
-        reason = unsupported_reason(module, compiled=id(module) in compiled)
-        if type(module).forward is nn.MultiheadAttention.forward:
-            assert isinstance(module, nn.MultiheadAttention)
-            handled_prefixes += (f"{name}." if name else "",)
+        reason = unsupported_reason(module, compiled=id(module) in compiled, offloaded=id(module) in offloaded)
+        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, ProjectedAttention):
+            handled_prefixes += (join(name, ""),)
             yield from _projection_sites(model, name, module, reason)
-        elif isinstance(module, nn.MultiheadAttention) and not isinstance(module, ProjectedAttention):
-            # A subclass with its own forward, which reads out_proj's weight and never calls the module.
-            handled_prefixes += (f"{name}.",)
         elif (read := _reader(module)) is not None:
             yield Site(
                 name=name,
@@ -99,14 +129,13 @@ def _projection_sites(
 
 
 def _reader(module: nn.Module) -> Callable[[], nn.Linear] | None:
-    """A function that returns a module as an nn.Linear; None if the module is neither a linear layer nor an embedding.
-
-    A subclass with its own forward computes something else and does not count.
-    """
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    """A function that returns a layer as an nn.Linear; None for other modules."""
+    if isinstance(module, nn.Linear):
         return partial(_read_linear, module)
-    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+    if isinstance(module, nn.Embedding):
         return partial(_read_embedding, module)
+    if isinstance(module, POINTWISE_CLASSES):
+        return partial(_read_convolution, module)
     return partial(_read_conv1d, module) if is_conv1d(module) else None
 
 
@@ -116,6 +145,12 @@ def _read_linear(module: nn.Linear) -> nn.Linear:
 
 def _read_embedding(module: nn.Embedding) -> nn.Linear:
     return linear_from_tensors(module.weight, None).train(module.training)
+
+
+def _read_convolution(module: Pointwise) -> nn.Linear:
+    kernel = module.weight
+    linear = linear_from_tensors(kernel.detach().flatten(1), module.bias, requires_grad=kernel.requires_grad)
+    return linear.train(module.training)
 
 
 def _read_conv1d(module: nn.Module) -> nn.Linear:
@@ -129,43 +164,45 @@ def _read_projection(attention: nn.MultiheadAttention, projection: str) -> nn.Li
     return unpacked(attention)[projection]
 
 
-def unsupported_reason(module: nn.Module, *, compiled: bool = False) -> str | None:
-    """Why a linear layer, embedding or attention cannot be replaced, and what to do about it.
+def unsupported_reason(module: nn.Module, *, compiled: bool = False, offloaded: bool = False) -> str | None:
+    """Why a linear layer, embedding or attention cannot be replaced at present, and what to do about it.
 
     Args:
         module: The module that would be removed.
         compiled: Whether torch.compile wraps the module itself.
+        offloaded: Whether accelerate offloads the module's weights.
 
     Returns:
         The reason with its remedy, or None if the module can be replaced.
     """
     if compiled:
         return "it was compiled by itself, and the compiled code keeps the old layer: compile after replacing"
+    if offloaded:
+        return (
+            "accelerate offloads its weights, which would be lost: load the model without offloading "
+            "(device_map='cpu'), or leave the layer out of the plan"
+        )
     holders = (module, module.out_proj) if isinstance(module, nn.MultiheadAttention) else (module,)
-    for holder in holders:
-        if any(isinstance(p, nn.UninitializedParameter) for p in holder._parameters.values()):
-            return "it is lazy and has no size yet: run the model once before replacing"
-        if _is_parametrized(holder):
-            return (
-                "its weight is parametrized, that is, computed from other tensors (weight_norm, spectral_norm, "
-                "pruning): remove that first, for example with torch.nn.utils.parametrize.remove_parametrizations, "
-                "or leave the layer out of the plan"
-            )
+    if any(isinstance(p, nn.UninitializedParameter) for holder in holders for p in holder._parameters.values()):
+        return "it is lazy and has no size yet: run the model once before replacing"
     if isinstance(module, nn.Embedding) and (options := _unsupported_options(module)):
         return (
             f"it was created with {', '.join(options)}, which a structured embedding does not support, because tokens "
             "share its factors: unset that first, or leave the embedding out of the plan"
         )
-    if isinstance(module, nn.Linear | nn.Embedding) and (
-        set(module._parameters) - {"weight", "bias"} or module._buffers
-    ):
-        return "it has parameters or buffers besides weight and bias, which would be lost: leave it out of the plan"
     return None
 
 
-def _is_parametrized(module: nn.Module) -> bool:
-    has_weight = any(k.endswith("weight") and p is not None for k, p in module._parameters.items())
-    return not has_weight or hasattr(module, "parametrizations")
+def whole_model_reason(model: nn.Module, site: Site) -> str | None:
+    """Why a layer that is the whole model cannot be replaced, and what to do; None for any other layer."""
+    if site.owner not in (model, model._modules.get("_orig_mod")):
+        return None
+    convolution = StructuredPointwiseConv if site.is_convolution else StructuredLinear
+    structured_class = StructuredEmbedding if site.is_embedding else convolution
+    return (
+        "the model is itself one layer, which cannot be replaced in place: use "
+        f"{structured_class.__name__}.from_dense, or wrap it in nn.Sequential"
+    )
 
 
 def _unsupported_options(embedding: nn.Embedding) -> list[str]:
@@ -178,20 +215,36 @@ def individually_compiled(model: nn.Module) -> set[int]:
     return {id(m._modules["_orig_mod"]) for m in model.modules() if "_orig_mod" in m._modules}
 
 
-def check_not_wrapped(model: nn.Module) -> None:
-    """Check that a model is not wrapped for distributed training.
+def offloaded_modules(model: nn.Module) -> set[int]:
+    """Ids of the modules whose weights accelerate keeps elsewhere between calls."""
+    ids: set[int] = set()
+    for module in model.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if getattr(part, "offload", False):
+                ids.update(map(id, module.modules() if part.place_submodules else (module,)))
+    return ids
 
-    DDP and FSDP keep lists of parameters, so new ones would never be synchronized.
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Check that a model is not wrapped or sharded for distributed training.
+
+    DDP and FSDP keep lists of parameters, so new ones would never be synchronized. A sharded weight is not whole.
 
     Args:
         model: The model.
 
     Raises:
-        PlanError: If any module of the model is wrapped by DDP or FSDP.
+        PlanError: If any module of the model is wrapped by DDP or FSDP, or a parameter is sharded.
     """
     for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel) or "FSDP" in type(module).__name__:
+        # By name, because importing FSDP takes long: FullyShardedDataParallel wraps, fully_shard derives a class.
+        classes = {c.__name__ for c in type(module).__mro__}
+        if isinstance(module, nn.parallel.DistributedDataParallel) or classes & _SHARDING_CLASSES:
             raise PlanError("the model is wrapped for distributed training already: wrap it after replacing layers")
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith("torch.distributed.") or hasattr(parameter, "ds_id"):
+            raise PlanError(f"{name} is sharded over several processes: replace layers before sharding the model")
 
 
 def put_module(model: nn.Module, name: str, new: nn.Module) -> None:

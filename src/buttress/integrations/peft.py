@@ -7,6 +7,7 @@ from typing import Any
 
 from buttress.errors import PlanError
 from buttress.nn.linear import StructuredLinear
+from buttress.nn.pointwise_conv import StructuredPointwiseConv
 
 
 def lora(config: Any) -> Any:
@@ -39,5 +40,9 @@ def lora(config: Any) -> Any:
         def merge(self, *args: Any, **options: Any) -> None:
             raise PlanError("an adapter cannot be merged into a structured layer: densify_ the model before adding it")
 
-    config._register_custom_module({StructuredLinear: StructuredLora})
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise PlanError("LoRA has no adapter for a structured convolution: leave it out of target_modules")
+
+    # The first class that matches decides.
+    config._register_custom_module({StructuredPointwiseConv: refuse, StructuredLinear: StructuredLora})
     return config

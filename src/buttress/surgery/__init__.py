@@ -1,5 +1,6 @@
 """Replacing linear layers and embeddings of a model in place, and turning them back."""
 
+from buttress.inspection.coverage import Unreached
 from buttress.surgery.choosing import chosen_layers
 from buttress.surgery.densify import densify_
 from buttress.surgery.entry import PlanEntry
@@ -7,4 +8,4 @@ from buttress.surgery.plan import Plan
 from buttress.surgery.replace import replace_
 from buttress.surgery.report import ReplacedRow, Report
 
-__all__ = ["Plan", "PlanEntry", "ReplacedRow", "Report", "chosen_layers", "densify_", "replace_"]
+__all__ = ["Plan", "PlanEntry", "ReplacedRow", "Report", "Unreached", "chosen_layers", "densify_", "replace_"]

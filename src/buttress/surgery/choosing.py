@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import nn
 
-from buttress.core.structures import Structure
+from buttress.core.structures import Structure, parse
 from buttress.errors import PlanError
+from buttress.inspection.head import output_head
 from buttress.inspection.names import first_match, is_conv1d, last_part, modules
-from buttress.inspection.sites import Site, find_sites
+from buttress.inspection.obstacles import find_obstacles
+from buttress.inspection.sites import Site, find_sites, whole_model_reason
 from buttress.inspection.ties import followers_by_key
-from buttress.nn.linear import StructuredLinear
 from buttress.nn.structured import Structured
 from buttress.surgery.entry import PlanEntry
 
+T = TypeVar("T")
+
+StructureLike = Structure | str
+"""A structure, or its text as `parse` reads it."""
 Split = int | Sequence[int]
 """A number of equal parts, or the output size of each part."""
 
@@ -32,29 +38,41 @@ def chosen_layers(model: nn.Module, layers: Mapping[str, bool] | None) -> dict[s
         The selected layers by name, in the model's order.
 
     Raises:
-        PlanError: If a glob selects nothing.
+        PlanError: If a glob selects nothing, or names a layer that cannot be replaced.
 
     Example:
         >>> sites = chosen_layers(model, {"*.attn.*": False, "blocks.*": True})
     """
     sites = find_sites(model)
     if layers is None:
-        return _all_but_head(model, sites)
-    matches = first_match(layers, sites)
-    for glob, reason in matches.unmatched.items():
-        raise PlanError(f"no linear layer matches {glob!r}: {reason}")
-    return {name: sites[name] for name, selected in matches.values.items() if selected}
+        head = output_head(model)
+        return {name: site for name, site in sites.items() if id(site.owner) not in head.module_ids}
+    rules = {glob: selected or None for glob, selected in layers.items()}
+    return {name: sites[name] for name, selected in _matched(model, rules, sites).items() if selected}
 
 
-def choose_entries(
+@dataclass(frozen=True)
+class Selection:
+    """Which layers of a model are replaced, and why others are not.
+
+    Attributes:
+        entries: One entry per layer to replace, in the model's order.
+        kept: For other layers that could be replaced, why they are not, by name.
+    """
+
+    entries: list[PlanEntry]
+    kept: dict[str, str]
+
+
+def select(
     model: nn.Module,
-    plan: Structure | Mapping[str, Structure | None],
+    plan: StructureLike | Mapping[str, StructureLike | None],
     sites: Mapping[str, Site],
     *,
     normalize: bool,
     split: Mapping[str, Split],
-) -> list[PlanEntry]:
-    """The entries that a structure, or a mapping of globs to structures, stands for.
+) -> Selection:
+    """The layers that a structure, or a mapping of globs to structures, selects.
 
     Args:
         model: The model.
@@ -64,67 +82,134 @@ def choose_entries(
         split: Globs of fused layers, each with how to split them.
 
     Returns:
-        One entry per layer to replace, in the model's order.
+        The entries of the layers to replace, and why the others stay.
 
     Raises:
-        PlanError: If the plan is of the wrong type, a glob selects nothing, or there is nothing to replace.
+        PlanError: If the plan is of the wrong type, a glob selects nothing or names a layer that cannot be replaced,
+            or there is nothing to replace.
     """
-    if not sites:
-        raise PlanError("nothing to replace: the model has no linear layer")
-    linear = {name: site for name, site in sites.items() if not site.is_embedding}
-    splits = first_match(split, linear)
-    for glob, reason in splits.unmatched.items():
-        raise PlanError(f"split: no linear layer matches {glob!r}; {reason}")
+    plan = _checked_plan(plan)
+    for site in sites.values():
+        if reason := whole_model_reason(model, site):
+            raise PlanError(reason)
+    linear = {name: site for name, site in sites.items() if not site.by_name_only}
+    splits = _matched(model, split, linear, label="split: ")
     if isinstance(plan, Structure):
-        structures = dict.fromkeys(_all_but_head(model, linear), plan)
-    elif isinstance(plan, Mapping):
-        structures = _matched_structures(model, plan, sites)
+        kept = _reasons_to_keep(model, sites)
+        structures = {name: plan for name in sites if name not in kept}
     else:
-        raise PlanError(f"a plan is a Structure, a mapping of name globs, or a Plan; got {plan!r}")
+        matched = _matched(model, plan, sites)
+        structures = {name: structure for name, structure in matched.items() if structure is not None}
+        kept = {name: "kept by the plan" for name in matched if name not in structures}
+        kept |= {name: _by_name(site) for name, site in sites.items() if site.by_name_only and name not in matched}
+    if not structures:
+        raise PlanError(f"nothing to replace: {_nothing_reason(model, plan, sites, kept)}")
     entries = []
     for name, structure in structures.items():
-        parts = _part_sizes(name, splits.values[name], sites[name]) if name in splits.values else None
+        parts = _part_sizes(name, splits[name], sites[name]) if name in splits else None
         entries.append(PlanEntry(name, structure, normalize, split=parts))
-    if not entries:
-        empty = (
-            "the model has no linear layer besides its head"
-            if isinstance(plan, Structure)
-            else "the plan selects no layer"
-        )
-        raise PlanError(f"nothing to replace: {empty}")
-    for name in splits.values:
+    for name in splits:
         if name not in structures:
             raise PlanError(f"split: {name} is not replaced by the plan, so it cannot be split")
-    return _with_ties(entries, sites)
+    return Selection(_with_ties(entries, sites), kept)
 
 
-def _matched_structures(
-    model: nn.Module, plan: Mapping[str, Structure | None], sites: Mapping[str, Site]
-) -> dict[str, Structure]:
-    """The structure that the globs of a plan assign to each layer; a glob that selects nothing is an error."""
-    for glob, value in plan.items():
-        if value is not None and not isinstance(value, Structure):
+def _checked_plan(plan: object) -> Structure | Mapping[str, Structure | None]:
+    """A plan with its texts parsed."""
+    if isinstance(plan, Mapping):
+        for glob in plan:
+            if not isinstance(glob, str):
+                raise PlanError(f"the plan has {glob!r} in place of a glob: write the name of a layer as a text")
+        return {glob: None if value is None else _checked_structure(value, glob) for glob, value in plan.items()}
+    if isinstance(plan, Structure):
+        return plan
+    if isinstance(plan, str):
+        return parse(plan)
+    raise PlanError(
+        f"a plan is a Structure or its text, a mapping of name globs, or a Plan; got {plan!r}{_class_hint(plan)}"
+    )
+
+
+def _checked_structure(value: object, glob: str) -> Structure:
+    if isinstance(value, Structure):
+        return value
+    if isinstance(value, str):
+        return parse(value)
+    raise PlanError(
+        f"the plan gives {glob!r} the value {value!r}: a Structure, its text or None is needed{_class_hint(value)}"
+    )
+
+
+def _class_hint(value: object) -> str:
+    if isinstance(value, type) and issubclass(value, Structure):
+        return f"; that is the class: write {value.__name__}(...) for a structure"
+    return ""
+
+
+def _reasons_to_keep(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, str]:
+    """What a Structure alone does not replace: the output head, and what is replaced by name only."""
+    head = output_head(model)
+    reasons = {name: _by_name(site) for name, site in sites.items() if site.by_name_only}
+    in_head = [name for name, site in sites.items() if id(site.owner) in head.module_ids and name not in reasons]
+    return reasons | dict.fromkeys(in_head, f"output head, {head.rule}")
+
+
+def _by_name(site: Site) -> str:
+    return f"{site.description}: name it in a glob"
+
+
+def _matched(model: nn.Module, rules: Mapping[str, T], sites: Mapping[str, Site], label: str = "") -> dict[str, T]:
+    """The value of the first glob that matches each layer; a glob that selects nothing is an error."""
+    obstacles = find_obstacles(model)
+    by_name = {name for name, site in sites.items() if site.by_name_only} | set(obstacles)
+    matches = first_match(rules, [*sites, *obstacles], by_name=by_name)
+    for name, value in matches.values.items():
+        if name in obstacles and value is not None:
             raise PlanError(
-                f"the plan gives {glob!r} the value {value!r}: a Structure or None is needed; use parse() for a text"
+                f"{label}{name}: {obstacles[name].reason}; the model is unchanged. To leave it out, put "
+                f"{name!r} with None before the glob"
             )
-    embeddings = [name for name, site in sites.items() if site.is_embedding]
-    matches = first_match(plan, sites, by_name=embeddings)
-    for glob, reason in matches.unmatched.items():
-        unmatched_embeddings = [name for name in embeddings if name not in matches.values]
-        raise PlanError(
-            f"no linear layer matches {glob!r}: {_special_reason(model, glob, unmatched_embeddings) or reason}"
-        )
-    return {name: structure for name, structure in matches.values.items() if structure is not None}
+    for glob in matches.unmatched:
+        if rules[glob] is None and first_match({glob: None}, obstacles).values:
+            continue  # they stay as they are anyway
+        reason = _special_reason(model, glob, sites) or first_match(rules, sites, by_name=by_name).unmatched[glob]
+        raise PlanError(f"{label}no linear layer matches {glob!r}: {reason}")
+    return {name: value for name, value in matches.values.items() if name in sites}
 
 
-def _special_reason(model: nn.Module, glob: str, embeddings: Sequence[str]) -> str | None:
-    """Why a glob selects nothing although it matches a structured layer, or an embedding that must be named."""
+def _special_reason(model: nn.Module, glob: str, sites: Mapping[str, Site]) -> str | None:
+    """Why a glob selects nothing although it matches something, or what to write instead."""
     structured = [name for name, module in modules(model) if isinstance(module, Structured)]
     for name in first_match({glob: None}, structured).values:
         return f"{name} is structured already"
-    for name in first_match({glob: None}, embeddings).values:
-        return f"{name} is an embedding, which is replaced only by name: write {name!r} or '*.{last_part(name)}'"
+    for name, obstacle in find_obstacles(model).items():
+        if first_match({glob: None}, [name]).values:
+            return f"{name} cannot be replaced: {obstacle.reason}"
+    for name, site in sites.items():
+        if site.by_name_only and first_match({glob: None}, [name]).values:
+            what = f"{'an' if site.is_embedding else 'a'} {site.description}"
+            return f"{name} is {what}, which is replaced only by name: write {name!r} or '*.{last_part(name)}'"
+    for wider in (f"*.{glob}", f"{glob}.*", f"*.{glob}.*"):
+        if names := list(first_match({wider: None}, sites).values):
+            return f"write {wider!r} for {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     return None
+
+
+def _nothing_reason(model: nn.Module, plan: object, sites: Mapping[str, Site], kept: Mapping[str, str]) -> str:
+    """Why a plan replaces nothing, and what to do."""
+    structured = [name for name, module in modules(model) if isinstance(module, Structured)]
+    obstacles = [obstacle for obstacle in find_obstacles(model).values() if obstacle.tensors or obstacle.packed_params]
+    if isinstance(plan, Mapping):
+        return "the plan selects no layer" if sites else "the model has no linear layer"
+    if structured:
+        return f"{structured[0]} and what else can be are structured already: densify_ the model first to start again"
+    if obstacles:
+        first, more = obstacles[0], len(obstacles) - 1
+        return f"{first.name} cannot be replaced ({first.reason})" + (f", and so {more} more" if more else "")
+    if kept:
+        name, reason = next(iter(kept.items()))
+        return f"{name} stays dense ({reason}): name it in a mapping to replace it"
+    return "the model has no linear layer"
 
 
 def _part_sizes(name: str, split: Split, site: Site) -> tuple[int, ...]:
@@ -158,25 +243,3 @@ def _with_ties(entries: list[PlanEntry], sites: Mapping[str, Site]) -> list[Plan
     }
     tied = followers_by_key(keys, (name for name in embeddings if name in keys))
     return [replace(e, tied=tied.get(e.name)) for e in entries]
-
-
-def _all_but_head(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, Site]:
-    head = _head_modules(model)
-    return {name: site for name, site in sites.items() if id(site.owner) not in head}
-
-
-def _head_modules(model: nn.Module) -> set[int]:
-    """Ids of the modules of the output head: as returned by the model's own method, else the last linear layer."""
-    for method in ("get_output_embeddings", "get_classifier"):
-        getter = getattr(model, method, None)
-        try:
-            head = getter() if callable(getter) else None
-        except (NotImplementedError, AttributeError):
-            continue
-        heads = [m for m in (head if isinstance(head, tuple | list) else [head]) if isinstance(m, nn.Module)]
-        ids = {id(part) for m in heads for part in m.modules()}
-        if ids & {id(m) for m in model.modules()}:
-            return ids
-    owners = {id(site.owner) for site in find_sites(model).values()}
-    linear = [m for m in model.modules() if id(m) in owners or isinstance(m, StructuredLinear)]
-    return {id(linear[-1])} if linear else set()

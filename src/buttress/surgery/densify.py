@@ -14,6 +14,7 @@ from buttress.inspection.ties import declare_tied_weights, tied_modules
 from buttress.nn.attention import PROJECTIONS, ProjectedAttention, linear_from_tensors
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
+from buttress.nn.pointwise_conv import StructuredPointwiseConv
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
 from buttress.surgery.torch_encoders import set_fused_path, structured_encoders
@@ -22,8 +23,8 @@ from buttress.surgery.torch_encoders import set_fused_path, structured_encoders
 def densify_(model: nn.Module) -> nn.Module:
     """Turn every structured layer back into a dense layer of the class that it replaced, in place.
 
-    That class is nn.Linear, transformers' Conv1D, nn.Embedding, or nn.MultiheadAttention for all of its projections.
-    Modules that share their factors share one weight again.
+    That class is nn.Linear, transformers' Conv1D, nn.Embedding, nn.Conv1d, nn.Conv2d or nn.Conv3d, or
+    nn.MultiheadAttention for all of its projections. Modules that share their factors share one weight again.
 
     Args:
         model: The model to change. A model without structured layers stays as it is.
@@ -86,6 +87,8 @@ def _dense_layer(module: SplitLinear | Structured) -> nn.Module:
     if isinstance(module, StructuredEmbedding):
         return _dense_embedding(module)
     linear = _dense_linear(module)
+    if isinstance(module, StructuredPointwiseConv):
+        return module.dense_conv(linear)
     if module.stands_for is None:
         return linear
     with torch.device("meta"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from buttress.inspection.coverage import coverage
 from buttress.inspection.names import join, unique_modules
 from buttress.inspection.sites import Site
 from buttress.inspection.ties import declare_tied_weights, declares_tied_weights
@@ -21,7 +22,11 @@ log = logging.getLogger(__name__)
 
 
 def apply_entries(
-    model: nn.Module, entries: Sequence[PlanEntry], sites: Mapping[str, Site], initialization: Initialization
+    model: nn.Module,
+    entries: Sequence[PlanEntry],
+    sites: Mapping[str, Site],
+    initialization: Initialization,
+    kept: Mapping[str, str] | None = None,
 ) -> Report:
     """Build every new module, and only then put them into the model.
 
@@ -30,19 +35,23 @@ def apply_entries(
         entries: What to replace, and how.
         sites: Every linear layer and embedding of the model, by name.
         initialization: How the weights are initialized.
+        kept: Why layers that are not replaced stay as they are, by name.
 
     Returns:
-        What was, or would be, replaced.
+        What was, or would be, replaced, and what was not reached.
 
     Raises:
         PlanError: If a layer cannot be replaced; the model is then unchanged.
     """
     remaining = _remaining_parameters(model, [sites[e.name] for e in entries])
     replacements = build_replacements(model, entries, sites, initialization, remaining)
+    reach = coverage(model, sites, [e.name for e in entries], kept or {})
     report = Report(
         rows=tuple(row for r in replacements for row in r.rows),
         model_params_before=count_parameters(model.parameters()),
         model_params_after=_count_after(model, replacements),
+        params_reached=reach.params_reached,
+        unreached=reach.unreached,
     )
     if not initialization.dry_run:
         _put_into(model, replacements, remaining)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from buttress.errors import ButtressError, PlanError, quoted
 from buttress.inspection.names import suggest, unique_modules
+from buttress.inspection.obstacles import find_obstacles
 from buttress.inspection.sites import Site, check_not_wrapped, find_sites
 from buttress.inspection.ties import tied_modules
 from buttress.nn.embedding import StructuredEmbedding
@@ -153,14 +154,15 @@ class Plan:
         initialization = Initialization.checked(init, moments, sweeps, projections, dry_run=dry_run)
         check_not_wrapped(model)
         sites = find_sites(model, embeddings=True)
-        self._check_fits(sites)
+        self._check_fits(model, sites)
         return apply_entries(model, self.entries, sites, initialization)
 
-    def _check_fits(self, sites: Mapping[str, Site]) -> None:
-        if not sites:
-            raise PlanError("nothing to replace: the model has no linear layer")
+    def _check_fits(self, model: nn.Module, sites: Mapping[str, Site]) -> None:
         names = [e.name for e in self.entries]
+        obstacles = find_obstacles(model)
         for name in names:
+            if name in obstacles:
+                raise PlanError(f"{name}: {obstacles[name].reason}; the model is unchanged")
             if name not in sites:
                 raise PlanError(
                     f"the plan names a layer that the model does not have: {name!r}; {suggest(name, sites)}"

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from buttress.errors import ButtressError, PlanError
 from buttress.inspection.names import is_conv1d
-from buttress.inspection.sites import Site
+from buttress.inspection.sites import Site, whole_model_reason
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
+from buttress.nn.pointwise_conv import POINTWISE_CLASSES, StructuredPointwiseConv
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
 from buttress.ops.norms import rms
@@ -192,14 +193,8 @@ def build_tied(site: Site, entry: PlanEntry, leader: Replacement, initialization
 def _check_replaceable(model: nn.Module, site: Site, remaining: Mapping[int, list[str]]) -> None:
     if site.is_embedding and len(names := remaining.get(id(site.weight), [])) > 1:
         raise PlanError(f"its weight is also {', '.join(names)}: replace all of these and by one structure, or none")
-    if site.owner in (model, model._modules.get("_orig_mod")):
-        structured_class = StructuredEmbedding if site.is_embedding else StructuredLinear
-        raise PlanError(
-            "the model is itself one layer, which cannot be replaced in place: use "
-            f"{structured_class.__name__}.from_dense, or wrap it in nn.Sequential"
-        )
-    if site.unsupported_reason:
-        raise PlanError(site.unsupported_reason)
+    if reason := whole_model_reason(model, site) or site.unsupported_reason:
+        raise PlanError(reason)
 
 
 def checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int, ...]:
@@ -217,8 +212,8 @@ def checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int,
         PlanError: If they do not fit.
     """
     sizes = entry.split or (linear.out_features,)
-    if site.is_embedding and len(sizes) > 1:
-        raise PlanError("the plan splits it, which is for fused linear layers and not for embeddings")
+    if site.by_name_only and len(sizes) > 1:
+        raise PlanError(f"the plan splits it, which is for fused linear layers: it is of kind {site.description}")
     if sum(sizes) != linear.out_features:
         raise PlanError(f"the plan splits it into {sizes}, but it has {linear.out_features} outputs")
     if entry.zero_init is not None and len(entry.zero_init) != len(sizes):
@@ -252,6 +247,9 @@ def _new_module(site: Site, entry: PlanEntry, part: int, weight: Tensor, device:
         std = entry.std if entry.std is not None else rms(weight.detach()).item() if has_values else 1.0
         return StructuredEmbedding(d_out, d_in, entry.structure, site.owner.padding_idx, std=std, **options)
     zero_init = entry.zero_init[part] if entry.zero_init is not None else has_values and not bool(weight.any())
+    if isinstance(site.owner, POINTWISE_CLASSES):
+        stride = site.owner.stride
+        return StructuredPointwiseConv(d_in, d_out, entry.structure, stride, False, zero_init=zero_init, **options)
     return StructuredLinear(d_in, d_out, entry.structure, bias=False, zero_init=zero_init, **options)
 
 

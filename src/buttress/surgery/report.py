@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from buttress.inspection.coverage import Unreached
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.structured import Structured
@@ -52,6 +53,8 @@ class Report:
         rows: One row per replaced layer or part, in the model's order.
         model_params_before: Parameters of the whole model before, each counted once.
         model_params_after: Parameters of the whole model after, each counted once.
+        params_reached: Parameters of the replaced layers before, each counted once.
+        unreached: What holds matrices and was not replaced, each with the reason.
 
     Example:
         >>> report = replace_(model, BTT(rank=2), dry_run=True)
@@ -62,14 +65,76 @@ class Report:
     rows: tuple[ReplacedRow, ...]
     model_params_before: int
     model_params_after: int
+    params_reached: int = 0
+    unreached: tuple[Unreached, ...] = ()
+
+    @property
+    def share_reached(self) -> float:
+        """Share of the model's parameters that were in replaced layers, from 0 to 1."""
+        # Quantized weights may be stored outside of parameters, so that the model's own count lacks them.
+        listed = self.params_reached + sum(u.params for u in self.unreached)
+        return self.params_reached / max(self.model_params_before, listed, 1)
 
     def __str__(self) -> str:
-        def total(name: str) -> str:
-            return show(sum(getattr(row, name) for row in self.rows))
-
-        sums = [total(n) for n in ("params_before", "params_after", "macs_before", "macs_after")]
         whole = f"model: {show(self.model_params_before)} -> {show(self.model_params_after)} parameters"
-        return render(self.rows, total=[f"{len(self.rows)} layers", "", "", *sums, "", "", "", ""]) + f"\n{whole}"
+        parts = [
+            self._table(),
+            f"{whole}; {self.share_reached:.1%} of them reached",
+            self._growth(),
+            self._not_reached(),
+        ]
+        return "\n".join(part for part in parts if part)
+
+    def _table(self) -> str:
+        """The rows, without columns that are empty or the same in every row; the latter are given once above."""
+        texts = {name: {show(getattr(row, name)) for row in self.rows} for name in _OPTIONAL_COLUMNS}
+        common = [n for n in ("kind", "structure") if len(self.rows) > 1 and len(texts[n]) == 1]
+        empty = [name for name, values in texts.items() if values <= {""}]
+        sums = [show(sum(getattr(row, n) for row in self.rows)) for n in _SUMMED_COLUMNS]
+        total = ["1 layer" if len(self.rows) == 1 else f"{len(self.rows)} layers", "", "", *sums, "", "", "", ""]
+        table = render(self.rows, total=total, headings=_HEADINGS, omitted=[*common, *empty])
+        above = ", ".join(f"{name}: {show(getattr(self.rows[0], name))}" for name in common)
+        return f"{above}\n{table}" if above else table
+
+    def _growth(self) -> str:
+        larger = [row.name for row in self.rows if row.params_after > row.params_before]
+        if not larger:
+            return ""
+        have = "1 layer has" if len(larger) == 1 else f"{len(larger)} layers have"
+        return f"{have} more parameters than dense: {_some(larger)}"
+
+    def _not_reached(self) -> str:
+        """One line per reason, the largest share first."""
+        groups: dict[str, list[Unreached]] = {}
+        for item in self.unreached:
+            groups.setdefault(item.reason, []).append(item)
+        if not groups:
+            return ""
+        total = max(self.model_params_before, 1)
+        lines = []
+        for reason, items in sorted(groups.items(), key=lambda group: -sum(i.params for i in group[1])):
+            params = sum(item.params for item in items)
+            # A weight that two layers share is counted once.
+            share = f"{params / total:7.1%}" if params else " shared"
+            lines.append(f"{share}  {_some([item.name for item in items])} ({reason})")
+        return "\n".join(["not reached:", *lines])
+
+
+_HEADINGS = {
+    "params_before": "params",
+    "params_after": "-> after",
+    "macs_before": "MACs",
+    "macs_after": "-> after",
+    "zero_start": "zero",
+    "projection_error": "error",
+}
+_SUMMED_COLUMNS = ("params_before", "params_after", "macs_before", "macs_after")
+_OPTIONAL_COLUMNS = ("kind", "structure", "padding", "zero_start", "projection_error", "output_error")
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of several names, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""Which modules are the output head, and by which rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import buttress as bt
+from buttress.inspection.head import output_head
+
+
+class HeadFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+        self.body = nn.Linear(8, 8)
+
+
+class Named(HeadFirst):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_the_method_of_the_model_comes_first() -> None:
+    model = Named()
+    head = output_head(model)
+    assert (head.module_ids, head.rule) == ({id(model.head)}, "named by get_output_embeddings()")
+
+
+def test_else_the_last_linear_layer_is_taken_and_the_report_says_so() -> None:
+    model = HeadFirst()
+    head = output_head(model)
+    assert (head.module_ids, head.rule) == ({id(model.body)}, "taken to be the last linear layer")
+    report = bt.replace_(model, bt.BTT())
+    assert [(u.name, u.reason) for u in report.unreached] == [
+        ("body", "output head, taken to be the last linear layer"),
+    ]
+    assert "body (output head, taken to be the last linear layer)" in str(report)
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, lambda m: torch.compile(m, backend="eager")], ids=["parallel", "compiled"]
+)
+def test_wrapped_models_name_their_head(wrap: object) -> None:
+    model = Named()
+    assert output_head(wrap(model)) == output_head(model)
+
+
+def test_a_last_layer_that_cannot_be_replaced_is_the_head() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 2)))
+    assert output_head(model).module_ids == {id(model[2])}
+    assert [row.name for row in bt.replace_(model, bt.BTT()).rows] == ["0", "1"]
+
+
+def test_attention_counts_as_one_layer() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    assert output_head(model).module_ids == {id(model[1])}
+
+
+def test_a_model_without_linear_layers_has_none() -> None:
+    assert not output_head(nn.Sequential(nn.ReLU())).module_ids
