@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from buttress.compression.allocation import Candidate, CostFunction, CostMeasure, as_family, check_keep, cost_function
+from buttress.compression.allocation import check_keep
+from buttress.compression.layer_options import Candidate, CostFunction, CostMeasure, as_family, cost_function
 from buttress.errors import PlanError
 from buttress.suggestions import did_you_mean
 from buttress.surgery import Plan
