@@ -11,7 +11,8 @@ from buttress.compression.distillation import Healing, heal
 from buttress.compression.input_moments import moments
 from buttress.compression.layer_options import Choice
 from buttress.compression.options import CompressOptions
-from buttress.compression.pipeline import Outcome, compress
+from buttress.compression.outcome import Outcome
+from buttress.compression.pipeline import compress
 from buttress.core.chain import Chain, Factor
 from buttress.core.scaling import init_std, lr_multiplier
 from buttress.core.structures import (

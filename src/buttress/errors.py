@@ -27,3 +27,9 @@ class PlanError(ButtressError, ValueError):
 
 class MissingExtraError(ButtressError, ImportError):
     """An optional dependency is missing."""
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """The first line of another library's error, short enough to be part of a message of ours."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."

@@ -190,8 +190,11 @@ class TestRefused:
     def test_questions_that_make_no_sense(self, sentences: Path, text: Path, tmp_path: Path) -> None:
         with pytest.raises(bt.PlanError, match="healing needs text"):
             compress(sentences, tmp_path / "m", heal=5)
-        with pytest.raises(bt.PlanError, match=r"no config\.json"):
+        with pytest.raises(bt.PlanError, match="does not exist"):
             compress(tmp_path / "nothing", tmp_path / "m")
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(bt.PlanError, match=r"no config\.json"):
+            compress(tmp_path / "empty", tmp_path / "m")
         (tmp_path / "short.txt").write_text("one\ntwo\n")
         with pytest.raises(bt.PlanError, match="too short"):
             compress(sentences, tmp_path / "m", text=tmp_path / "short.txt")

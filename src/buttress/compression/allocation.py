@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -72,6 +72,8 @@ class Budget:
     """The choice for every layer, those that stay dense by choice included."""
     unjudged: tuple[DenseLayer, ...] = ()
     """Layers that stay dense because their loss cannot be told. They are not part of the cost."""
+    refused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Why candidates cannot be used at a layer, by layer and candidate."""
 
     @property
     def kept(self) -> float:
@@ -211,7 +213,10 @@ def budget(options: Mapping[str, Sequence[Choice]], keep: float) -> Budget:
     check_keep(keep)
     chosen = allocate(options, keep)
     entries = tuple(PlanEntry(n, c.replacement) for n, c in chosen.items() if c.replacement is not None)
-    return Budget(Plan(entries), tuple(chosen.values()), options.unjudged if isinstance(options, Curves) else ())
+    rows = tuple(chosen.values())
+    if not isinstance(options, Curves):
+        return Budget(Plan(entries), rows)
+    return Budget(Plan(entries), rows, options.unjudged, options.refused)
 
 
 def check_keep(keep: object) -> None:
