@@ -66,6 +66,10 @@ class CalibrationData(ABC):
         examples = self.test[: count * self.batch]
         return [self.collate(examples[i : i + self.batch]) for i in range(0, len(examples), self.batch)]
 
+    def lack(self) -> str | None:
+        """What a model that cannot be run may lack, as the end of a sentence."""
+        return None
+
     @torch.no_grad()
     def try_out(self, model: nn.Module) -> None:
         """Run a model on two examples, so that what it lacks shows before any long work.
@@ -81,7 +85,9 @@ class CalibrationData(ABC):
         except ButtressError:
             raise
         except Exception as error:  # a forward pass can raise anything
-            raise PlanError(f"{type(model).__name__} cannot be run on this data: {first_line(error)}") from error
+            raise PlanError(
+                f"{type(model).__name__} {self.lack() or f'cannot be run on this data: {first_line(error)}'}"
+            ) from error
         if not bool(output.isfinite().all()):
             raise PlanError(f"{type(model).__name__} gives non-finite outputs on this data: nothing can be compared")
 

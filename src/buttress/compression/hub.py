@@ -41,4 +41,4 @@ def local_folder(name: Path | str) -> Path:
         return Path(snapshot_download(str(name), allow_patterns=["*.safetensors", *DATA_FILES], etag_timeout=TIMEOUT))
     except Exception as error:  # of many types: no such model, no access, no connection, a full disk
         problem = first_line(error)
-        raise PlanError(f"{name} is neither a folder nor a model that the hub gives: {problem}") from None
+        raise PlanError(f"{name} is not a folder, and the hub does not give it: {problem}") from None

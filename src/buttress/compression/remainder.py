@@ -56,7 +56,7 @@ class Remainder:
         lines = [self._line(reason, layers, "stay dense") for reason, layers in _by_reason(self.dense).items()]
         if self.unjudged:
             lines.append(
-                f"not judged, stay dense: {len(self.unjudged)} layers with {self.unjudged_params:.1%} of the linear "
+                f"not judged, stay dense: {_count(self.unjudged)} with {self.unjudged_params:.1%} of the linear "
                 f"layers' parameters and {self.unjudged_macs:.1%} of their MACs"
             )
             lines += [f"  {reason}: {_names(layers)}" for reason, layers in _by_reason(self.unjudged).items()]
@@ -76,7 +76,7 @@ class Remainder:
 
     def _line(self, reason: str, layers: Sequence[DenseLayer], what: str) -> str:
         share = sum(layer.params for layer in layers) / max(self.linear_params, 1)
-        count = f"{len(layers)} layers with {share:.1%} of the linear layers' parameters"
+        count = f"{_count(layers)} with {share:.1%} of the linear layers' parameters"
         return f"{what} ({reason}): {count}, {_names(layers)}"
 
 
@@ -108,7 +108,7 @@ class RemainderBefore:
         unjudged = () if budget is None else budget.unjudged
         compared = set() if budget is None else {row.name for row in budget.rows}
         named = replaced | {layer.name for layer in unjudged}
-        unselected = "not in the plan" if budget is None else "not selected"
+        unselected = "not in the plan" if budget is None else "not selected, as the output head is not by default"
         dense = tuple(
             replace(layer, reason="by choice" if name in compared else unselected)
             for name, layer in self.layers.items()
@@ -156,6 +156,10 @@ def _by_reason(layers: Iterable[DenseLayer]) -> dict[str, list[DenseLayer]]:
     for layer in layers:
         groups.setdefault(layer.reason, []).append(layer)
     return groups
+
+
+def _count(layers: Sequence[DenseLayer]) -> str:
+    return "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
 
 
 def _names(layers: Sequence[DenseLayer]) -> str:

@@ -132,6 +132,13 @@ class TransformersData(CalibrationData):
             raise PlanError("config.json does not say which token the decoder starts with: set decoder_start_token_id")
         return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1)
 
+    def lack(self) -> str | None:
+        if not self.with_images and "pixel_values" in self.accepted:
+            return "needs pixel_values: give an image folder as well"
+        if not self.with_text and "input_ids" in self.accepted:
+            return "needs input_ids: give a text file as well"
+        return None
+
     @torch.no_grad()
     def quality(self, original: nn.Module, compressed: nn.Module) -> dict[str, tuple[float, float]]:
         """Perplexity of a language model; for any other model, its agreement with the original."""

@@ -102,7 +102,12 @@ def model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
         if type(settings) not in mapping:
             raise PlanError(f"config.json of {folder} names no class: add it as architectures")
         return mapping[type(settings)], settings
-    cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    try:
+        cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    except ImportError as error:  # transformers finds a library broken that the class needs
+        raise PlanError(
+            f"{name} cannot be imported from transformers: {first_line(error.__cause__ or error)}"
+        ) from None
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         hint = ", and code of a folder (auto_map) is never run" if has_code else ""
         raise PlanError(f"{name!r}, the class in config.json of {folder}, is no model class of transformers{hint}")
@@ -205,13 +210,14 @@ def load_preprocessing(folder: Path, cls: Any, config: Any, files: CalibrationFi
             "Python with bt.moments on batches of your own"
         )
     with_text, with_images = files.text_file is not None, bool(files.images)
+    if with_text and "input_ids" not in accepted:
+        raise PlanError(f"{name} takes no text: leave {files.text_file} out, and give an image folder")
+    if with_images and "pixel_values" not in accepted:
+        raise PlanError(f"{name} takes no images: leave {files.image_folder} out, and give a text file")
     if main == "input_ids" and not with_text:
-        raise PlanError(f"{name} needs input_ids: give a text file{' as well' if with_images else ''}")
+        raise PlanError(f"{name} needs input_ids: give a text file as well")
     if main == "pixel_values" and not with_images:
-        raise PlanError(f"{name} needs pixel_values: give an image folder{' as well' if with_text else ''}")
-    for given, needed, what in ((with_text, "input_ids", "text"), (with_images, "pixel_values", "images")):
-        if given and needed not in accepted:
-            raise PlanError(f"{name} takes no {what}: leave {files.label} out")
+        raise PlanError(f"{name} needs pixel_values: give an image folder as well")
     tokenizer = _load(transformers.AutoTokenizer, folder, "tokenizer") if with_text else None
     if tokenizer is not None and not _has_vocabulary(folder, tokenizer):
         raise PlanError(
