@@ -56,15 +56,18 @@ def test_a_folder_given_as_text_counts_as_images(pictures: Path) -> None:
 
 
 def test_images_that_cannot_be_read_are_left_out_and_named(pictures: Path, tmp_path: Path) -> None:
+    Image = pytest.importorskip("PIL.Image")
     for path in list(pictures.iterdir())[:3]:
         os.link(path, tmp_path / path.name)
     (tmp_path / "torn.png").write_bytes(next(pictures.iterdir()).read_bytes()[:40])
     (tmp_path / "text.jpg").write_text("no image")
+    Image.new("RGB", (300, 300), "red").save(tmp_path / "half.jpeg")
+    (tmp_path / "half.jpeg").write_bytes((tmp_path / "half.jpeg").read_bytes()[:-600])
     (tmp_path / "notes.txt").write_text("not looked at")
     files = read_calibration_files(None, tmp_path)
     assert files is not None
     assert len(files.images) == 3
-    assert [path.name for path in files.unreadable] == ["text.jpg", "torn.png"]
+    assert [path.name for path in files.unreadable] == ["half.jpeg", "text.jpg", "torn.png"]
 
 
 def test_folders_without_images_are_refused(tmp_path: Path) -> None:

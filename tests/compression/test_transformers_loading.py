@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 import buttress as bt
 from buttress import compress
+from processes import ENV
 
 pytest.importorskip("transformers")
 
@@ -70,7 +70,7 @@ def test_a_model_that_needs_its_folders_code_is_refused_without_a_question(folde
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"HF_HOME": str(tmp_path / "home")},
+        env=ENV | {"HF_HOME": str(tmp_path / "home")},
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.strip() == (

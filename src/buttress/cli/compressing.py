@@ -125,7 +125,7 @@ def _run(model: str, out: Path, options: bt.CompressOptions) -> Outcome:
 
         try:
             return run_compress(model, out, replace(options, progress=show))
-        except (bt.ButtressError, OSError):
+        except (bt.ButtressError, OSError, ModuleNotFoundError):
             raise
         except Exception as error:
             raise bt.ButtressError(

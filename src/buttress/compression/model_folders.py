@@ -118,6 +118,7 @@ class TransformersFolder(ModelFolder):
     """A transformers or sentence-transformers model. Safetensors only: nothing is unpickled."""
 
     def __init__(self, source: Path, device: torch.device | str, data_files: CalibrationFiles | None = None) -> None:
+        import buttress.integrations.transformers  # noqa: F401  (says what to install, and loads structured models)
         from buttress.compression import transformers_loading as loading
 
         super().__init__(source, device, data_files)

@@ -167,8 +167,6 @@ def load_model(folder: Path, cls: Any, config: Any, device: torch.device | str) 
     Raises:
         ButtressError: If the files are damaged or do not fit the class.
     """
-    import buttress.integrations.transformers  # noqa: F401  (so that structured models load, too)
-
     try:
         with quiet():
             model, info = cls.from_pretrained(
