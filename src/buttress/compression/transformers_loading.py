@@ -62,9 +62,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ButtressError(f"the model in {folder} cannot be loaded: config.json is no object of JSON")
     if (folder / "adapter_config.json").exists():
         raise PlanError(f"{folder} holds an adapter, not a model: merge it into its model and save that")
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-    if quantized is not None and method != "buttress":
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method", "buttress") if isinstance(quantization, Mapping) else "buttress"
+    if method != "buttress":
         raise PlanError(f"the model in {folder} is quantized ({method}): compress the unquantized model")
     for key, value in _entries(config):
         if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
