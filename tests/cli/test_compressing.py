@@ -95,9 +95,7 @@ def test_folders_that_cannot_be_written_are_refused_before_the_model_is_opened(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     refused(invoke("compress", model, "--out", tmp_path / "full"), "exists already")
-    refused(
-        invoke("compress", model, "--out", tmp_path / "full" / "file" / "out"), "cannot be written: File exists"
-    )
+    refused(invoke("compress", model, "--out", tmp_path / "full" / "file" / "out"), "cannot be written: File exists")
     if os.geteuid() == 0:
         monkeypatch.setattr("tempfile.mkdtemp", _refuse_to_write)
     else:
@@ -141,7 +139,7 @@ def test_the_summary_says_what_stays_as_it_was_and_how_to_load_the_result(
     (model / "modeling_own.py").unlink()
     assert done.code == 0, done.err
     assert "stay dense (by choice)" in done.out
-    assert "stay dense (not selected, as the output head is not by default): 3 layers" in done.out
+    assert "stay dense (not selected): 3 layers" in done.out
     assert "bert.encoder.layer.0.attention.self.key" in done.out.split("not selected")[1].splitlines()[0]
     assert "not copied (code): modeling_own.py" in done.out
     assert "same answers: 1 before" in done.out

@@ -115,6 +115,20 @@ def test_layers_of_images_stay_dense_where_only_text_is_given(folders: Any, data
     )
 
 
+def test_layers_of_a_plan_that_cannot_be_judged_are_projected_by_their_weights_and_named(
+    folders: Any, data: Path, tmp_path: Path
+) -> None:
+    names = ("model.vision_tower.encoder.layers.0.mlp.fc1", "model.language_model.layers.0.mlp.up_proj")
+    plan = bt.Plan(tuple(bt.PlanEntry(name, bt.LowRank(rank=2)) for name in names))
+    outcome = bt.compress(folders("llava"), tmp_path / "small", plan=plan, text=data / "lines.txt", batch=8, length=12)
+    assert [(d.name, d.reason) for d in outcome.remainder.by_weights] == [(names[0], "no calibration data reached it")]
+    errors = {row.name: row.output_error for row in outcome.report.rows}
+    assert errors[names[0]] is None
+    assert errors[names[1]] is not None
+    assert any("replaced by their weights alone, as the plan asks" in line for line in outcome.remainder.lines())
+    assert {d.reason for d in outcome.remainder.dense} == {"not in the plan"}
+
+
 def test_experts_in_packed_weights_are_named_with_their_share(folders: Any, data: Path, tmp_path: Path) -> None:
     outcome = bt.compress(folders("mixtral"), tmp_path / "small", 0.8, text=data / "lines.txt", **FAST)
     assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"} <= set(

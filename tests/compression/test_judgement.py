@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +100,21 @@ def test_a_layer_that_the_compared_output_does_not_depend_on_is_not_judged() -> 
     assert [(d.name, d.reason) for d in options.unjudged] == [
         ("pooler", "the output that is compared does not depend on it")
     ]
+
+
+def test_an_effect_that_is_lost_in_rounding_is_still_an_effect() -> None:
+    class Faint(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.faint, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=self.head(self.body(x) + 1e-8 * self.faint(x)))
+
+    model, x = Faint(), torch.randn(64, 16)
+    options = bt.curves(model, moments=bt.moments(model, [x]), batches=[x], candidates=["low_rank"])
+    assert list(options) == ["body", "faint"]
+    assert 0 < options["faint"][1].loss < 1e-3 * options["body"][1].loss
 
 
 def test_without_calibration_layers_are_compared_by_their_weights() -> None:

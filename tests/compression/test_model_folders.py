@@ -46,7 +46,7 @@ def test_broken_timm_folders(vit: Path, tmp_path: Path) -> None:
     shutil.copytree(vit, tmp_path / "bad")
     for name, content in (("model.safetensors", b"x"), ("config.json", b'{"architecture": "nonsense"}')):
         (tmp_path / "bad" / name).write_bytes(content)
-        with pytest.raises(bt.PlanError, match="timm|safetensors file"):
+        with pytest.raises(bt.PlanError, match=r"timm|safetensors file"):
             vision.load(tmp_path / "bad")
     with pytest.raises(bt.PlanError, match="image folder"):
         compress(vit, tmp_path / "m", text=vit / "config.json")

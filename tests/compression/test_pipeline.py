@@ -113,6 +113,7 @@ def test_sentence_transformers(sentences: Path, text: Path, tmp_path: Path) -> N
     assert "2_Dense/model.safetensors" in files, "those of other modules do not"
     twice = compress(tmp_path / "m", tmp_path / "n", 0.9, text=text, candidates=["low_rank"], plan=None)
     assert twice.plan.entries
+    assert set(twice.remainder.structured) == {e.name for e in found.plan.entries}, "they stay as they are"
     assert sum(isinstance(m, bt.StructuredLinear) for m in AutoModel.from_pretrained(tmp_path / "m").modules()) > 0
 
 

@@ -114,6 +114,13 @@ class CompressOptions:
         """`layers` as `curves` takes them: globs, each with whether it selects what it matches."""
         return {glob.removeprefix("!"): not glob.startswith("!") for glob in self.layers or ()}
 
+    @property
+    def unselected_reason(self) -> str:
+        """Why layers that are not among those to choose from stay dense."""
+        if self.plan is not None:
+            return "not in the plan"
+        return "the output head" if self.layers is None else "not selected"
+
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> CompressOptions:
         """Options from the keywords of `compress`, including those of version 0.1.

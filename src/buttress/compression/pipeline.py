@@ -129,7 +129,7 @@ def _compress(
         clock.end("heal")
     quality = {} if data is None else data.quality(original, model)
     clock.end("measure")
-    remainder = before.after(chosen, by_weights, plan)
+    remainder = before.after(chosen, by_weights, plan, options.unselected_reason)
     outcome = Outcome(plan, report, chosen, quality, healed, clock.seconds, remainder, _provenance(name, folder))
     _save(folder, part, outcome, options)
     return outcome

@@ -93,13 +93,16 @@ class RemainderBefore:
         self.model_params = sum(p.numel() for p in model.parameters())
         self.other_matrices = _other_matrices(model)
 
-    def after(self, budget: Budget | None, by_weights: Collection[DenseLayer], plan: Plan) -> Remainder:
+    def after(
+        self, budget: Budget | None, by_weights: Collection[DenseLayer], plan: Plan, unselected: str
+    ) -> Remainder:
         """What is left as it was.
 
         Args:
             budget: The choice of the plan; None if the plan was given.
             by_weights: Layers that the plan replaces although they could not be judged.
             plan: The plan that was applied.
+            unselected: Why layers that were not compared stay dense.
 
         Returns:
             The remainder.
@@ -108,7 +111,6 @@ class RemainderBefore:
         unjudged = () if budget is None else budget.unjudged
         compared = set() if budget is None else {row.name for row in budget.rows}
         named = replaced | {layer.name for layer in unjudged}
-        unselected = "not in the plan" if budget is None else "not selected, as the output head is not by default"
         dense = tuple(
             replace(layer, reason="by choice" if name in compared else unselected)
             for name, layer in self.layers.items()
