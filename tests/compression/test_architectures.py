@@ -137,7 +137,7 @@ def test_experts_in_packed_weights_are_named_with_their_share(folders: Any, data
     (line,) = [line for line in outcome.remainder.lines() if line.startswith("not reached")]
     assert "43.3% of the parameters" in line
     report = json.loads((tmp_path / "small" / "buttress-report.json").read_text())
-    assert report["not_reached"]["model.layers.0.mlp.experts.down_proj"] == 2 * 16 * 24
+    assert {"name": "model.layers.0.mlp.experts.down_proj", "params": 2 * 16 * 24} in report["not_reached"]
 
 
 def test_a_folder_without_a_tokenizer_is_told_so(folders: Any, data: Path, tmp_path: Path) -> None:
