@@ -46,6 +46,7 @@ def test_empty_missing_and_huge_texts_are_refused(tmp_path: Path, monkeypatch: p
     assert "is empty" in refusal(path)
     monkeypatch.setattr(calibration_files, "MAX_TEXT_BYTES", 2)
     assert "GiB of text" in refusal(path)
+    assert "GiB of text" in refusal(Path("/dev/zero"))
 
 
 def test_a_folder_given_as_text_counts_as_images(pictures: Path) -> None:

@@ -129,7 +129,18 @@ def test_sizes_are_checked_before_anything_is_allocated(folder: Path, entries: d
     assert says in refusal(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"null", b"{", b"[" * 100_000])
+DAMAGED = {
+    "empty": b"",
+    "not UTF-8": b"\xff\xfe",
+    "a list": b"[]",
+    "null": b"null",
+    "torn": b"{",
+    "nested": b"[" * 100_000,
+    "huge": b" " * (1 << 24) + b"{}",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_config_is_one_line(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)
     assert "config.json" in refusal(folder)

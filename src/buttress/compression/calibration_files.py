@@ -63,10 +63,11 @@ def read_calibration_files(text: Path | str | None, images: Path | str | None) -
 
 
 def _read_text(path: Path) -> str:
-    size = path.stat().st_size
-    if size > MAX_TEXT_BYTES:
-        raise PlanError(f"{path} has {size / 2**30:.1f} GiB of text: a few MB are enough, cut it with head -c 100M")
-    data = path.read_bytes()
+    with path.open("rb") as file:  # a pipe does not tell its size
+        data = file.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        limit = MAX_TEXT_BYTES / 2**30
+        raise PlanError(f"{path} has more than {limit:.0f} GiB of text: some MB are enough, cut it with head -c 100M")
     try:
         content = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
 from collections.abc import Collection
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
+from typing import Any
 
 from buttress.errors import PlanError
 
@@ -30,6 +32,31 @@ DATA_FILES = (
 """Configuration, vocabularies and texts. Nothing else is copied: no code, and nothing that is unpickled."""
 MAX_COPIED_BYTES = 1 << 30
 """Most bytes that are copied besides the model's own weights."""
+MAX_JSON_BYTES = 1 << 24
+"""Largest JSON file of a model that is read."""
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a model's folder.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its contents.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is not JSON, is nested too deeply, or is larger than such files are.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} has more than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
 
 
 class FolderFiles:

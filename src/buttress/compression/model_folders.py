@@ -6,7 +6,6 @@ unpickled, and links that leave it are not followed.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from buttress.compression.calibration_data import CalibrationData, ImageData
 from buttress.compression.calibration_files import CalibrationFiles
-from buttress.compression.folder_files import FolderFiles
+from buttress.compression.folder_files import FolderFiles, read_json
 from buttress.errors import PlanError
 from buttress.integrations.model_card import CARD_FILE, Library
 from buttress.integrations.plan_file import write_plan
@@ -109,8 +108,8 @@ def open_model_folder(
 def _is_timm(folder: Path) -> bool:
     """Whether config.json is timm's, which names an architecture where transformers' lists architectures."""
     try:
-        return "architecture" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return "architecture" in read_json(folder / "config.json")
+    except (OSError, ValueError, TypeError):
         return False  # loading it as a transformers folder reports what is wrong
 
 
@@ -178,11 +177,11 @@ def _listed_modules(source: Path) -> tuple[Path, set[Path]]:
     if not (listing := source / "modules.json").is_file():
         return Path(), set()
     try:
-        rows = json.loads(listing.read_text(encoding="utf-8"))
+        rows = read_json(listing)
         first, *others = (Path(row["path"]) for row in rows)
         if not str(rows[0]["type"]).endswith("Transformer"):
             raise ValueError(f"its first module is {rows[0]['type']}")
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError, OSError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
         raise PlanError(f"{listing} is not a module list of sentence-transformers: {error}") from None
     for path in (first, *others):
         if path.is_absolute() or ".." in path.parts:

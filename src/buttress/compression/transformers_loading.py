@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from buttress.compression.calibration_files import CalibrationFiles
+from buttress.compression.folder_files import read_json
 from buttress.compression.transformers_data import Preprocessing, accepted_inputs
 from buttress.errors import ButtressError, PlanError, first_line
 
@@ -55,8 +55,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise PlanError(f"{folder} holds no transformers or timm model: there is no config.json in it")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        config = read_json(path)
+    except (ValueError, OSError) as error:
         raise ButtressError(f"the model in {folder} cannot be loaded: config.json is damaged ({error})") from None
     if not isinstance(config, dict):
         raise ButtressError(f"the model in {folder} cannot be loaded: config.json is no object of JSON")
