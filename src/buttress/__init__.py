@@ -6,11 +6,13 @@ bt.replace_(model, bt.BTT(rank=2))
 optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 """
 
-from buttress.compression.allocation import Budget, Choice, budget, curves
+from buttress.compression.allocation import Budget, budget, curves
 from buttress.compression.distillation import Healing, heal
 from buttress.compression.input_moments import moments
+from buttress.compression.layer_options import Choice
 from buttress.compression.options import CompressOptions
-from buttress.compression.pipeline import Outcome, compress
+from buttress.compression.outcome import Outcome
+from buttress.compression.pipeline import compress
 from buttress.core.chain import Chain, Factor
 from buttress.core.scaling import init_std, lr_multiplier
 from buttress.core.structures import (

@@ -48,3 +48,9 @@ def quoted(value: object, limit: int = 60) -> str:
     except (ValueError, RecursionError):
         text = f"one {type(value).__name__} too large to show"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """The first line of another library's error, short enough to be part of a message of ours."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."

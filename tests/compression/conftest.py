@@ -60,7 +60,8 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "2_Dense").mkdir()
     (folder / "2_Dense" / "model.safetensors").write_bytes(b"another module's weights")
     kinds = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
-             {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]  # fmt: skip
+             {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+             {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}]  # fmt: skip
     (folder / "modules.json").write_text(json.dumps(kinds))
     return folder
 

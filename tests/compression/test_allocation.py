@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import buttress as bt
-from buttress.compression import allocation
-from buttress.compression.allocation import Choice, allocate
+from buttress.compression import layer_options
+from buttress.compression.allocation import allocate
+from buttress.compression.layer_options import Choice
 from shared_inputs import net
 
 
@@ -40,7 +41,7 @@ class TestChoice:
         def refuse(text: str) -> bt.Structure:
             raise AssertionError(text)
 
-        monkeypatch.setattr(allocation, "parse", refuse)
+        monkeypatch.setattr(layer_options, "parse", refuse)
         x = torch.randn(64, 24)
         found = bt.budget(bt.curves(net(), candidates=[bt.BTT, "low_rank"], batches=[x]), 0.5)
         assert found.plan.entries

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import buttress as bt
-from buttress.compression.calibration_data import MIN_EXAMPLES, CalibrationData, ImageData, TextData
+from buttress.compression.calibration_data import MIN_EXAMPLES, CalibrationData, ImageData
+from buttress.compression.calibration_files import read_calibration_files
+from buttress.compression.transformers_data import Preprocessing, TransformersData
 from toy_language import tokenizer
 
 
@@ -63,17 +65,14 @@ class Answers(nn.Module):
 
 def test_agreement_of_answers(text: Path) -> None:
     pytest.importorskip("transformers")
-    data = TextData(text, tokenizer(), Answers(3), batch=16, length=128, device="cpu")
+    files = read_calibration_files(text, None)
+    assert files is not None
+    data = TransformersData(files, Answers(3), Preprocessing(tokenizer()), batch=16, length=128, device="cpu")
     assert data.length == 12, "no longer than the model reads"
     assert data.quality(Answers(3), Answers(3)) == {"same answers": (1.0, 1.0)}
     assert data.quality(Answers(3), Answers(3, -1.0)) == {"same answers": (1.0, 0.0)}
     (scores,) = data.quality(Answers(1), Answers(1, -1.0)).items()
     assert scores == ("cosine of answers", (1.0, pytest.approx(-1.0)))
-
-
-def test_text_needs_a_tokenizer(text: Path) -> None:
-    with pytest.raises(bt.PlanError, match="no tokenizer"):
-        TextData(text, None, Answers(3), batch=16, length=128, device="cpu")
 
 
 def test_images_are_found_below_the_folder(pictures: Path, tmp_path: Path) -> None:
@@ -84,6 +83,8 @@ def test_images_are_found_below_the_folder(pictures: Path, tmp_path: Path) -> No
         path_in.write_bytes(path.read_bytes())
     (tmp_path / "notes.txt").write_text("not an image")
     model = timm.create_model("vit_tiny_patch16_224", num_classes=5, depth=1, img_size=32, patch_size=8)
-    data = ImageData(tmp_path, model, batch=4, device="cpu")
+    files = read_calibration_files(None, tmp_path)
+    assert files is not None
+    data = ImageData(files, model, batch=4, device="cpu")
     assert len(data.train) + len(data.test) == 40
     assert data.held_out()[0].shape[:2] == (4, 3)

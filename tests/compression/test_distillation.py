@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import buttress as bt
-from buttress.compression.distillation import distance, distance_for
+from buttress.compression.distillation import (
+    distance,
+    distance_for,
+    gives_logits,
+    output_tensor,
+    relative_square_error,
+)
 
 
 def original() -> nn.Module:
@@ -105,6 +111,19 @@ def test_what_goes_wrong_is_told() -> None:
         bt.heal(student, teacher, lambda step: torch.full((2, 24), float("nan")), 3)
     with pytest.raises(bt.ButtressError, match="give a loss of your own"):
         bt.heal(student, teacher, batch, 3, run=lambda model, x: {"y": model(x)})
+
+
+def test_the_main_tensor_of_an_output() -> None:
+    a, b = torch.randn(2, 5), torch.randn(2, 5)
+    assert output_tensor((a, b)) is a
+    answers = {"start_logits": a, "end_logits": b, "loss": torch.zeros(())}
+    torch.testing.assert_close(output_tensor(answers), torch.stack([a, b], 1))
+    assert gives_logits(answers)
+    pairs = {"logits_per_image": torch.randn(2, 2), "text_embeds": a, "image_embeds": b}
+    torch.testing.assert_close(output_tensor(pairs), torch.cat([a, b]))
+    assert not gives_logits(pairs)
+    pixels: Any = [SimpleNamespace(logits=torch.randn(2, 3, 4, 4)) for _ in range(2)]
+    assert distance(*pixels, None) == relative_square_error(*pixels, None), "its classes are not on the last axis"
 
 
 def test_distances() -> None:

@@ -12,6 +12,8 @@ import pytest
 import buttress as bt
 from buttress.compression.options import CompressOptions
 
+PLAN = bt.Plan((bt.PlanEntry("layer", bt.BTT()),))
+
 
 def test_defaults_are_those_of_version_0_1() -> None:
     options = bt.CompressOptions()
@@ -53,12 +55,24 @@ def test_keywords_of_version_0_1() -> None:
         ({"candidates": []}, "nothing to choose from"),
         ({"candidates": ["bbt"]}, "bbt"),
         ({"plan": bt.Plan()}, "with at least one layer"),
+        ({"layers": "*.q"}, "layers must be a list of globs"),
+        ({"layers": ["!"]}, "layers must be a list of globs"),
+        ({"layers": ["!head"]}, "layers selects nothing: add a glob without '!'"),
+        ({"plan": PLAN, "keep": 0.4}, "plan and keep contradict each other"),
+        ({"plan": PLAN, "candidates": ["btt"]}, "plan and candidates contradict each other"),
+        ({"plan": PLAN, "cost": "params"}, "plan and cost contradict each other"),
+        ({"plan": PLAN, "layers": ["*"]}, "plan and layers contradict each other"),
         ({"device": "card"}, "device must be a torch device"),
     ],
 )
 def test_values_that_cannot_be_used(options: Mapping[str, Any], says: str) -> None:
     with pytest.raises(bt.ButtressError, match=says):
         bt.CompressOptions(**options)
+
+
+def test_globs_are_rules_in_their_order() -> None:
+    rules = CompressOptions(layers=["!*.q", "blocks.*"]).layer_rules()
+    assert list(rules.items()) == [("*.q", False), ("blocks.*", True)]
 
 
 class TestArguments:
@@ -75,6 +89,8 @@ class TestArguments:
     def test_a_value_given_twice(self, tmp_path: Path) -> None:
         with pytest.raises(bt.PlanError, match="keep was given twice"):
             bt.compress(tmp_path / "nothing", tmp_path / "m", 0.5, keep=0.4)
+        with pytest.raises(bt.PlanError, match="plan and keep contradict each other"):
+            bt.compress(tmp_path / "nothing", tmp_path / "m", 0.5, plan=PLAN)
         with pytest.raises(bt.PlanError, match="another name of 'calibration_batches'"):
             bt.compress(tmp_path / "nothing", tmp_path / "m", calibration_batches=4, calibrate=4)
 

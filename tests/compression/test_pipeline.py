@@ -113,6 +113,7 @@ def test_sentence_transformers(sentences: Path, text: Path, tmp_path: Path) -> N
     assert "2_Dense/model.safetensors" in files, "those of other modules do not"
     twice = compress(tmp_path / "m", tmp_path / "n", 0.9, text=text, candidates=["low_rank"], plan=None)
     assert twice.plan.entries
+    assert set(twice.remainder.structured) == {e.name for e in found.plan.entries}, "they stay as they are"
     assert sum(isinstance(m, bt.StructuredLinear) for m in AutoModel.from_pretrained(tmp_path / "m").modules()) > 0
 
 
@@ -190,8 +191,11 @@ class TestRefused:
     def test_questions_that_make_no_sense(self, sentences: Path, text: Path, tmp_path: Path) -> None:
         with pytest.raises(bt.PlanError, match="healing needs text"):
             compress(sentences, tmp_path / "m", heal=5)
-        with pytest.raises(bt.PlanError, match=r"no config\.json"):
+        with pytest.raises(bt.PlanError, match="does not exist"):
             compress(tmp_path / "nothing", tmp_path / "m")
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(bt.PlanError, match=r"no config\.json"):
+            compress(tmp_path / "empty", tmp_path / "m")
         (tmp_path / "short.txt").write_text("one\ntwo\n")
         with pytest.raises(bt.PlanError, match="too short"):
             compress(sentences, tmp_path / "m", text=tmp_path / "short.txt")

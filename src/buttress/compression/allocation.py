@@ -13,59 +13,53 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress import ops
-from buttress.compression.distillation import distance_for
+from buttress.compression.judgement import DenseLayer, reason_not_to_judge
+from buttress.compression.layer_options import (
+    Candidate,
+    Choice,
+    CostFunction,
+    CostMeasure,
+    LayerOptions,
+    cost_function,
+)
+from buttress.compression.observing import observable
+from buttress.compression.output_effect import OutputEffect
 from buttress.compression.projection_store import ProjectionStore
-from buttress.compression.running import call, evaluating
-from buttress.core.structures import Structure, parse, structures
-from buttress.errors import PlanError, StructureError
-from buttress.inspection.hooks import removing
+from buttress.compression.running import evaluating
+from buttress.errors import PlanError
 from buttress.inspection.sites import Site
-from buttress.projection.closed_form import Draft, Projection, Target, draft, finished, refined
 from buttress.surgery import Plan, PlanEntry, chosen_layers
 from buttress.text_table import render, show
 
-CostMeasure = Literal["macs", "params"]
-CostFunction = Callable[[Structure | None, int, int], float]
-"""The cost of a structure, or of nn.Linear for None, from d_in inputs to d_out outputs."""
-Candidate = Structure | type[Structure] | str
 
-DENSE = "dense"
-"""Value of `Choice.structure` for a layer that stays as it is."""
-COMPARING_SWEEPS = 2
-"""Sweeps of alternating least squares while options are compared; the chosen one can be refined further."""
-TYPICAL_LOSS = 0.05
-"""The effect of a layer's loss on the model's output is measured with the option whose loss is nearest to this one."""
+class Curves(dict[str, list[Choice]]):
+    """The result of `curves`: the options of each layer by name, and what was left out.
 
+    Args:
+        options: The options of each layer; the first is to stay dense.
+        unjudged: Layers whose loss cannot be told. They have no options, so they stay dense.
+        refused: Why candidates cannot be used at a layer, by layer and candidate.
 
-@dataclass(frozen=True)
-class Choice:
-    """One option for one layer, with its cost and its loss."""
+    Example:
+        >>> options = bt.curves(model, moments=inputs)
+        >>> [layer.name for layer in options.unjudged]
+    """
 
-    name: str
-    """Name of the layer."""
-    structure: str
-    """The structure as text; "dense" if the layer stays as it is."""
-    cost_before: float
-    """Cost of the dense layer."""
-    cost_after: float
-    """Cost with this structure."""
-    loss: float
-    """Fraction of the output's energy that is lost, the square of the relative error; `curves` may scale it."""
-    replacement: Structure | None = field(default=None, repr=False, compare=False)
-    """The structure itself, None for dense. Default: parsed from the text."""
-
-    def __post_init__(self) -> None:
-        if self.structure == DENSE:
-            object.__setattr__(self, "replacement", None)
-        elif self.replacement is None:
-            object.__setattr__(self, "replacement", parse(self.structure))
+    def __init__(
+        self,
+        options: Mapping[str, list[Choice]],
+        unjudged: Iterable[DenseLayer] = (),
+        refused: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        super().__init__(options)
+        self.unjudged = tuple(unjudged)
+        """Layers whose loss cannot be told, each with the reason."""
+        self.refused = dict(refused or {})
+        """Why candidates cannot be used at a layer, by layer and candidate."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,11 @@ class Budget:
     plan: Plan
     """The plan for the layers that do not stay dense."""
     rows: tuple[Choice, ...]
-    """The choice for every layer, those that stay dense included."""
+    """The choice for every layer, those that stay dense by choice included."""
+    unjudged: tuple[DenseLayer, ...] = ()
+    """Layers that stay dense because their loss cannot be told. They are not part of the cost."""
+    refused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Why candidates cannot be used at a layer, by layer and candidate."""
 
     @property
     def kept(self) -> float:
@@ -84,7 +82,8 @@ class Budget:
 
     def __str__(self) -> str:
         sums = [show(sum(getattr(r, n) for r in self.rows)) for n in ("cost_before", "cost_after", "loss")]
-        return render(self.rows, total=[f"{len(self.rows)} layers", f"keeps {self.kept:.1%}", *sums])
+        table = render(self.rows, total=[f"{len(self.rows)} layers", f"keeps {self.kept:.1%}", *sums])
+        return "\n".join([table, *(f"{d.name} stays dense, not judged: {d.reason}" for d in self.unjudged)])
 
 
 def curves(
@@ -98,10 +97,12 @@ def curves(
     batches: Sequence[Any] = (),
     watch: Callable[[str, int, int], None] | None = None,
     projections: ProjectionStore | None = None,
-) -> dict[str, list[Choice]]:
+) -> Curves:
     """Compute the cost and the loss of every option for each layer, from which `budget` chooses.
 
     Every option is projected, with two sweeps if the layer's moments are given.
+    A layer whose loss cannot be told has no options, so that it stays dense: one that no calibration data reached, that
+    fewer tokens reached than it has inputs, that does not change the compared output, or that cannot be replaced.
 
     Args:
         model: The model. It is not changed.
@@ -119,10 +120,11 @@ def curves(
         projections: A store for projections, so that those of the chosen plan need not be computed again.
 
     Returns:
-        The options of each layer, by name; the first is to stay dense.
+        The options of each layer, by name; the first is to stay dense. `unjudged` lists the layers that are left out,
+        and `refused` the candidates that do not fit a layer's sizes.
 
     Raises:
-        PlanError: If a glob matches no layer, a layer cannot be replaced, or `cost` is unknown.
+        PlanError: If a glob matches no layer, no layer can be judged, or `cost` is unknown.
         StructureError: If a candidate's text names no structure.
 
     Example:
@@ -131,26 +133,64 @@ def curves(
     """
     sites = chosen_layers(model, layers)
     price = cost_function(cost)
-    families = None if candidates is None else list(candidates)
-    options: dict[str, list[Choice]] = {}
-    effects: dict[str, float] = {}
-    with evaluating(model):
-        effect = _OutputEffect(model, batches) if batches else None
+    candidates = None if candidates is None else list(candidates)
+    comparison = _Comparison(moments or {}, price, projections)
+    with evaluating(model), observable(sites.values()) as modules:
+        effect = OutputEffect(model, batches) if batches else None
         for index, (name, site) in enumerate(sites.items()):
             if watch:
                 watch(name, index, len(sites))
-            layer = _LayerOptions(site, (moments or {}).get(name), price, projections)
-            layer.add(_expanded(families, site, price, levels))
-            options[name] = layer.choices
-            if effect and layer.typical and not isinstance(site.owner, nn.MultiheadAttention):
-                effects[name] = effect.of(site, *layer.typical)
-    if not batches:
-        return options
-    median = sorted(effects.values())[len(effects) // 2] if effects else 1.0
-    return {
-        name: [replace(c, loss=c.loss * effects.get(name, median)) for c in choices]
-        for name, choices in options.items()
-    }
+            layer = comparison.options_of(site, candidates, levels)
+            if effect and layer is not None and layer.typical:
+                comparison.weigh(site, effect.of(site, modules[name], *layer.typical))
+    return comparison.curves()
+
+
+class _Comparison:
+    """The options of all layers, each layer's effect on the output, and the layers that cannot be judged."""
+
+    def __init__(self, moments: Mapping[str, Tensor], price: CostFunction, projections: ProjectionStore | None) -> None:
+        self.moments, self.price, self.projections = moments, price, projections
+        self.options: dict[str, list[Choice]] = {}
+        self.effects: dict[str, float] = {}
+        self.unjudged: list[DenseLayer] = []
+        self.refused: dict[str, dict[str, str]] = {}
+
+    def options_of(self, site: Site, candidates: Sequence[Candidate] | None, levels: int) -> LayerOptions | None:
+        """Compare the options of a layer; None if it cannot be judged."""
+        if reason := reason_not_to_judge(site, self.moments):
+            self.unjudged.append(DenseLayer.of(site, reason, self.moments))
+            return None
+        layer = LayerOptions(site, self.moments.get(site.name), self.price, self.projections)
+        layer.add(candidates, levels)
+        self.options[site.name] = layer.choices
+        if layer.refused:
+            self.refused[site.name] = layer.refused
+        return layer
+
+    def weigh(self, site: Site, effect: float | None) -> None:
+        """Note the effect of a layer's loss on the output; None if it was not seen."""
+        if effect is None:
+            return  # the few batches did not reach it, though calibration did: the median of the others is used
+        if effect > 0 and math.isfinite(effect):
+            self.effects[site.name] = effect
+            return
+        del self.options[site.name]
+        reason = "the output that is compared does not depend on it" if effect == 0 else "the output is not finite"
+        self.unjudged.append(DenseLayer.of(site, reason, self.moments))
+
+    def curves(self) -> Curves:
+        if not self.options:
+            reason = self.unjudged[0].reason if self.unjudged else "no layer is selected"
+            raise PlanError(f"no layer can be judged: {reason}; give data that the layers see, or other layers")
+        median = sorted(self.effects.values())[len(self.effects) // 2] if self.effects else 1.0
+        options = {
+            name: [replace(c, loss=c.loss * self.effects.get(name, median)) for c in choices]
+            if self.effects
+            else choices
+            for name, choices in self.options.items()
+        }
+        return Curves(options, self.unjudged, self.refused)
 
 
 def budget(options: Mapping[str, Sequence[Choice]], keep: float) -> Budget:
@@ -173,7 +213,10 @@ def budget(options: Mapping[str, Sequence[Choice]], keep: float) -> Budget:
     check_keep(keep)
     chosen = allocate(options, keep)
     entries = tuple(PlanEntry(n, c.replacement) for n, c in chosen.items() if c.replacement is not None)
-    return Budget(Plan(entries), tuple(chosen.values()))
+    rows = tuple(chosen.values())
+    if not isinstance(options, Curves):
+        return Budget(Plan(entries), rows)
+    return Budget(Plan(entries), rows, options.unjudged, options.refused)
 
 
 def check_keep(keep: object) -> None:
@@ -184,133 +227,6 @@ def check_keep(keep: object) -> None:
     """
     if not isinstance(keep, Real) or not 0 < float(keep) <= 1:
         raise PlanError(f"keep is the fraction of the cost to keep, above 0 and at most 1; got {keep!r}")
-
-
-def cost_function(cost: CostMeasure | CostFunction) -> CostFunction:
-    """Turn the name of a cost measure into a function.
-
-    Args:
-        cost: "macs", "params", or a function, which is returned as it is.
-
-    Returns:
-        The cost as a function of a structure (None for nn.Linear), d_in and d_out.
-
-    Raises:
-        PlanError: If it is neither a function nor the name of a measure.
-    """
-    if callable(cost):
-        return cost
-    if cost not in ("macs", "params"):
-        raise PlanError(f"cost is 'macs', 'params' or a function, got {cost!r}")
-
-    def count(structure: Structure | None, d_in: int, d_out: int) -> float:
-        total: int = d_in * d_out if structure is None else getattr(structure.chain(d_in, d_out), cost)
-        return total
-
-    return count
-
-
-def as_family(candidate: Candidate) -> type[Structure] | Structure:
-    """A candidate as a structure class, which stands for its whole family, or as a single structure."""
-    if isinstance(candidate, str):
-        return structures().get(candidate) or parse(candidate)
-    return candidate
-
-
-def _expanded(candidates: Sequence[Candidate] | None, site: Site, price: CostFunction, levels: int) -> list[Structure]:
-    """The structures that candidates stand for at a layer's sizes."""
-    linear = site.read()
-    sizes = linear.in_features, linear.out_features
-    if candidates is None:
-        candidates = [
-            cls
-            for cls in structures().values()
-            if (members := cls.default_candidates()) and not members[0].chain(*sizes).shares_parameters
-        ]
-    expanded: list[Structure] = []
-    for family in map(as_family, candidates):
-        if isinstance(family, type):
-            costs = {member: price(member, *sizes) for member in family.family(*sizes)}
-            expanded += _thinned(costs, price(None, *sizes), levels)
-        else:
-            expanded.append(family)
-    return expanded
-
-
-def _thinned(costs: Mapping[Structure, float], dense: float, levels: int) -> list[Structure]:
-    """The costliest member below each of `levels` equally spaced fractions of the dense cost, without duplicates."""
-    ordered = sorted(costs, key=lambda member: costs[member])
-    members: dict[Structure, None] = {}
-    for level in range(1, levels + 1):
-        fits = [m for m in ordered if costs[m] <= dense * level / levels]
-        members |= dict.fromkeys(fits[-1:])
-    return list(members)
-
-
-class _LayerOptions:
-    """The options of one layer: to stay dense, and structures that cost less."""
-
-    def __init__(
-        self, site: Site, moments: Tensor | None, price: CostFunction, projections: ProjectionStore | None
-    ) -> None:
-        if site.unsupported_reason:
-            raise PlanError(f"{site.name}: {site.unsupported_reason}")
-        linear = site.read()
-        self.name, self.price, self.projections = site.name, price, projections
-        self.sizes = linear.in_features, linear.out_features
-        self.sweeps = 0 if moments is None else COMPARING_SWEEPS
-        self.target = Target.of(linear.weight, moments)
-        dense = price(None, *self.sizes)
-        self.choices = [Choice(site.name, DENSE, dense, dense, 0.0)]
-        self.typical: tuple[Draft, Projection] | None = None
-        """The option whose loss is nearest to `TYPICAL_LOSS`."""
-        self._typical_distance = math.inf
-
-    def add(self, members: Iterable[Structure]) -> None:
-        """Project the structures that cost less than the dense layer, and add them as options."""
-        dense = self.choices[0].cost_before
-        for member in members:
-            after = self.price(member, *self.sizes)
-            if after >= dense:
-                continue
-            try:
-                start = draft(member, self.target)
-            except StructureError:
-                continue  # its rank is above the bound: a cheaper one is exact
-            refinable = refined(start, self.target, self.sweeps)
-            projection = finished(refinable, self.target)
-            choice = Choice(self.name, str(member), dense, after, projection.output_error**2, member)
-            self.choices.append(choice)
-            self._compare_with_typical(choice.loss, refinable, projection)
-            if self.projections is not None:
-                self.projections.offer(self.name, member, after, choice.loss, refinable)
-
-    def _compare_with_typical(self, loss: float, refinable: Draft, projection: Projection) -> None:
-        if loss > 0 and (distance := abs(math.log(loss / TYPICAL_LOSS))) < self._typical_distance:
-            self._typical_distance, self.typical = distance, (refinable, projection)
-
-
-class _OutputEffect:
-    """The effect of a layer's loss on the model's output, measured with one option in place of that layer alone."""
-
-    @torch.no_grad()
-    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
-        self.model, self.batches, self.loss = model, batches, distance_for(model)
-        self.references = [call(model, batch) for batch in batches]
-
-    @torch.no_grad()
-    def of(self, site: Site, option: Draft, projection: Projection) -> float:
-        """Distance of the model's output from the original output, divided by the layer's loss."""
-        weight, bias = ops.dense(option.chain, list(projection.factors.values())), site.read().bias
-
-        def replaced(_: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], __: Any) -> Tensor:
-            return F.linear(arguments[0] if arguments else keywords["input"], weight, bias)
-
-        with removing(site.owner.register_forward_hook(replaced, with_kwargs=True)):
-            distances = [
-                float(self.loss(call(self.model, x), y, x)) for x, y in zip(self.batches, self.references, strict=True)
-            ]
-        return sum(distances) / len(distances) / max(projection.output_error**2, 1e-12)
 
 
 def allocate(options: Mapping[str, Sequence[Choice]], keep: float) -> dict[str, Choice]:

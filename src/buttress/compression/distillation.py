@@ -49,7 +49,8 @@ def distance(output: Any, reference: Any, batch: Any) -> Tensor:
         A scalar.
     """
     own, reference_tensor = _unmasked(output, reference, batch)
-    if not hasattr(output, "logits") or own.shape[-1] == 1:  # a single number is a score, not a distribution
+    # A single number is a score, and an image of numbers has its classes elsewhere: no distribution over the last axis.
+    if not gives_logits(output) or own.shape[-1] == 1 or own.dim() > 3:
         return relative_square_error(output, reference, batch)
     own, reference_tensor = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (own, reference_tensor))
     return F.kl_div(own, reference_tensor, log_target=True, reduction="batchmean")
@@ -77,16 +78,45 @@ def _unmasked(output: Any, reference: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The main tensor of a model's output: its logits, its last hidden state, or the first item of a tuple."""
+    """The main tensor of a model's output.
+
+    Its logits or its last hidden state; where there is neither, all outputs of the same shape whose names end in
+    "logits" or "_embeds", joined. Of a tuple or list, the first item counts.
+
+    Args:
+        output: What the model returned: a tensor, a tuple or list, a mapping, or an object with such attributes.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ButtressError: If there is no such tensor.
+    """
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    if isinstance(output, Tensor):
+        return output
     for name in ("logits", "last_hidden_state"):
         if isinstance(tensor := getattr(output, name, None), Tensor):
             return tensor
-    tensor = output[0] if isinstance(output, tuple | list) else output
-    if not isinstance(tensor, Tensor):
-        raise ButtressError(
-            f"a {type(output).__name__} has no logits and no last_hidden_state: give a loss of your own"
-        )
-    return tensor
+    named = dict(output) if isinstance(output, Mapping) else {}
+    for ending, join in (("logits", torch.stack), ("_embeds", torch.cat)):
+        tensors = [t for name, t in named.items() if name.endswith(ending) and isinstance(t, Tensor)]
+        if tensors:
+            # Stacked before the classes: the start and the end of an answer are two questions.
+            return join([t for t in tensors if t.shape == tensors[0].shape], -2 if ending == "logits" else 0)
+    raise ButtressError(f"a {type(output).__name__} has no logits and no last_hidden_state: give a loss of your own")
+
+
+def gives_logits(output: Any) -> bool:
+    """Whether the main tensor of a model's output are logits."""
+    if isinstance(getattr(output, "logits", None), Tensor):
+        return True
+    return (
+        isinstance(output, Mapping)
+        and not isinstance(output.get("last_hidden_state"), Tensor)
+        and any(str(name).endswith("logits") for name in output)
+    )
 
 
 @torch.no_grad()

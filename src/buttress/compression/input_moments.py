@@ -8,11 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from buttress.compression.observing import observable
 from buttress.compression.running import call, evaluating, mask_of
 from buttress.errors import PlanError
 from buttress.inspection.hooks import removing
 from buttress.inspection.names import first_match
-from buttress.inspection.sites import Site, find_sites
+from buttress.inspection.sites import find_sites
+
+
+class InputMoments(dict[str, Tensor]):
+    """The result of `moments`: second moments by layer name, and how much data each layer had.
+
+    Args:
+        means: The moments by layer name.
+        tokens: Tokens that reached each of these layers.
+        unreached: Names of the layers that no batch reached.
+
+    Example:
+        >>> inputs = bt.moments(model, loader)
+        >>> inputs.tokens["mlp.0"], inputs.unreached
+    """
+
+    def __init__(
+        self,
+        means: Mapping[str, Tensor] | None = None,
+        tokens: Mapping[str, float] | None = None,
+        unreached: Iterable[str] = (),
+    ) -> None:
+        super().__init__(means or {})
+        self.tokens = dict(tokens or {})
+        """Tokens that reached each layer, by name; masked ones do not count."""
+        self.unreached = tuple(unreached)
+        """Names of the layers that no batch reached."""
 
 
 @torch.no_grad()
@@ -23,7 +50,7 @@ def moments(
     layers: Iterable[str] = ("*",),
     run: Callable[[nn.Module, Any], object] | None = None,
     weigh: Callable[[Any], Tensor | None] | None = None,
-) -> dict[str, Tensor]:
+) -> InputMoments:
     """Measure E[x x^T] over the inputs x of each linear layer.
 
     The model runs in eval mode. Memory is that of one batch and of the moments, independent of the number of batches.
@@ -41,7 +68,8 @@ def moments(
         Each result: (d_in, d_in), in float32.
 
     Returns:
-        The moments by layer name. Layers that no batch reached are missing.
+        The moments by layer name. Layers that no batch reached are missing; `unreached` names them, and `tokens` says
+        how many tokens reached each of the others.
 
     Raises:
         PlanError: If a glob matches no linear layer, or no batch reached any layer.
@@ -54,8 +82,9 @@ def moments(
     matches = first_match(dict.fromkeys(layers), sites)
     for glob, reason in matches.unmatched.items():
         raise PlanError(f"no linear layer matches {glob!r}: {reason}")
+    selected = {name: sites[name] for name in matches.values}
     sums = _MomentSums()
-    with removing(*sums.hooks(sites[name] for name in matches.values)), evaluating(model):
+    with evaluating(model), observable(selected.values()) as modules, removing(*sums.hooks(modules)):
         for batch in batches:
             sums.weights = (weigh or mask_of)(batch)
             (run or call)(model, batch)
@@ -63,7 +92,11 @@ def moments(
     means = sums.means()
     if not means:
         raise PlanError("no linear layer was reached: give at least one batch, and layers that the model uses")
-    return {name: means[name] for name in matches.values if name in means}
+    return InputMoments(
+        {name: means[name] for name in selected if name in means},
+        {name: sums.tokens[name] for name in selected if name in means},
+        (name for name in selected if name not in means),
+    )
 
 
 class _MomentSums:
@@ -73,17 +106,15 @@ class _MomentSums:
         self.weights: Tensor | None = None
         """Weights of the current batch's tokens."""
         self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, float] = {}
+        self.tokens: dict[str, float] = {}
         # Moments of the current batch by input tensor, which q, k and v share. The tensor is kept alive, so that no
         # other tensor gets its id.
         self._by_input: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
 
-    def hooks(self, sites: Iterable[Site]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Register hooks that read the inputs of these layers, except those packed into nn.MultiheadAttention."""
+    def hooks(self, modules: Mapping[str, nn.Module]) -> list[torch.utils.hooks.RemovableHandle]:
+        """Register hooks that read the inputs of these layers."""
         return [
-            site.owner.register_forward_pre_hook(self._hook(site.name), with_kwargs=True)
-            for site in sites
-            if not isinstance(site.owner, nn.MultiheadAttention)
+            module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in modules.items()
         ]
 
     def end_batch(self) -> None:
@@ -91,7 +122,8 @@ class _MomentSums:
         self._by_input.clear()
 
     def means(self) -> dict[str, Tensor]:
-        return {name: total / max(self._counts[name], 1.0) for name, total in self._sums.items()}
+        """The moments of the layers that at least one token reached."""
+        return {name: total / self.tokens[name] for name, total in self._sums.items() if self.tokens[name] > 0}
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]:
         def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
@@ -102,7 +134,7 @@ class _MomentSums:
                 )
             total, count = self._moments_of(x)
             self._sums[name] = self._sums[name] + total if name in self._sums else total.clone()
-            self._counts[name] = self._counts.get(name, 0.0) + count
+            self.tokens[name] = self.tokens.get(name, 0.0) + count
 
         return hook
 

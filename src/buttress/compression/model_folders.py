@@ -1,63 +1,58 @@
 """Pretrained models in folders: one interface for transformers, sentence-transformers and timm.
 
-These libraries are imported only when such a folder is opened.
+These libraries are imported only when such a folder is opened. A folder is data: none of its code runs, nothing is
+unpickled, and links that leave it are not followed.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import json
-import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from buttress.compression.calibration_data import CalibrationData, ImageData, TextData
-from buttress.errors import ButtressError, PlanError
+from buttress.compression.calibration_data import CalibrationData, ImageData
+from buttress.compression.calibration_files import CalibrationFiles
+from buttress.compression.folder_files import FolderFiles, read_json
+from buttress.errors import PlanError
+from buttress.integrations.model_card import CARD_FILE, Library
 from buttress.integrations.plan_file import write_plan
-
-WEIGHT_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.pt",
-    "*.onnx",
-    "*.h5",
-    "*.msgpack",
-)
-"""Weights of the original model, which are not copied."""
-TOOL_FILES = (".git", ".cache")
-"""Files of other tools, which are not copied."""
 
 
 class ModelFolder(ABC):
-    """A model loaded from its folder: opens data for it, and saves it to another folder.
+    """A model in its folder: loads it, opens data for it, and saves it to another folder.
 
     Args:
         source: The folder.
         device: Device of the model.
+        data_files: Text and images for the model, or None.
 
     Raises:
-        ButtressError: If the folder holds no such model.
+        ButtressError: If the folder holds no such model, or the model cannot be run on these files.
     """
 
+    library: Library
+    """The library that the model belongs to."""
     model: Any
-    """The model, in eval mode."""
-    inner = Path()
-    """Path of the model's files inside the folder."""
+    """The model, in eval mode, once it is loaded."""
+    files: FolderFiles
+    """The folder's files."""
+    missing: tuple[str, ...] = ()
+    """Names of the model's tensors that the weight files do not hold, so that they have random values."""
 
-    def __init__(self, source: Path, device: torch.device | str) -> None:
-        self.source, self.device = source, device
+    def __init__(self, source: Path, device: torch.device | str, data_files: CalibrationFiles | None = None) -> None:
+        self.source, self.device, self.data_files = source, device, data_files
 
     @abstractmethod
-    def data(self, path: Path, batch: int, length: int) -> CalibrationData:
-        """Open data for the model.
+    def load(self) -> None:
+        """Load the model."""
+
+    @abstractmethod
+    def open_data(self, batch: int, length: int) -> CalibrationData:
+        """Open the text and images that were given.
 
         Args:
-            path: A text file, or an image folder.
             batch: Texts or images per batch.
             length: Tokens per text; longer texts are cut.
 
@@ -70,95 +65,150 @@ class ModelFolder(ABC):
         """Write config, weights and plan into a copy of the folder."""
 
     def save(self, folder: Path) -> None:
-        """Write a new folder: copies of all files except the weights, then the model and its plan."""
-        own = self.source / self.inner
+        """Write a new folder: copies of the data files except the weights, then the model and its plan.
 
-        def skipped(where: str, names: list[str]) -> set[str]:
-            patterns = (*TOOL_FILES, *WEIGHT_FILES) if Path(where) == own else TOOL_FILES
-            return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
-
-        shutil.copytree(self.source, folder, dirs_exist_ok=True, ignore=skipped)
+        Args:
+            folder: The folder; it is created if it is missing.
+        """
+        folder.mkdir(exist_ok=True)
+        self.files.copy(folder)
         self.save_model(folder)
 
+    def original_card(self) -> str | None:
+        """The original model's card, None if there is none that can be read."""
+        if CARD_FILE not in self.files:
+            return None
+        try:
+            return (self.source / CARD_FILE).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return None
 
-def open_model_folder(source: Path, device: torch.device | str) -> ModelFolder:
-    """Load the model in a folder with the library that its config.json belongs to."""
-    return (TimmFolder if _is_timm(source) else TransformersFolder)(source, device)
+
+def open_model_folder(
+    source: Path, device: torch.device | str, data_files: CalibrationFiles | None = None
+) -> ModelFolder:
+    """Load the model in a folder with the library that its config.json belongs to.
+
+    Args:
+        source: The folder.
+        device: Device of the model.
+        data_files: Text and images that the model is to be run on. Whether it can be is found out before it is loaded.
+
+    Returns:
+        The folder, with the model loaded.
+
+    Raises:
+        ButtressError: If the folder holds no such model, or the model cannot be run on these files.
+    """
+    folder = (TimmFolder if _is_timm(source) else TransformersFolder)(source, device, data_files)
+    folder.load()
+    return folder
 
 
 def _is_timm(folder: Path) -> bool:
     """Whether config.json is timm's, which names an architecture where transformers' lists architectures."""
     try:
-        return "architecture" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "architecture" in read_json(folder / "config.json")
     except (OSError, ValueError, TypeError):
         return False  # loading it as a transformers folder reports what is wrong
 
 
 class TransformersFolder(ModelFolder):
-    """A transformers or sentence-transformers model and its tokenizer. Safetensors only: nothing is unpickled."""
+    """A transformers or sentence-transformers model. Safetensors only: nothing is unpickled."""
 
-    def __init__(self, source: Path, device: torch.device | str) -> None:
-        super().__init__(source, device)
-        self.inner = _transformer_module(source)
-        folder = source / self.inner
-        if not (folder / "config.json").is_file():
-            raise PlanError(f"{folder} holds no transformers or timm model: there is no config.json in it")
-        import transformers
+    def __init__(self, source: Path, device: torch.device | str, data_files: CalibrationFiles | None = None) -> None:
+        import buttress.integrations.transformers  # noqa: F401  (says what to install, and loads structured models)
+        from buttress.compression import transformers_loading as loading
 
-        import buttress.integrations.transformers  # noqa: F401  (so that structured models load, too)
+        super().__init__(source, device, data_files)
+        self.inner, modules = _listed_modules(source)
+        self.library = "sentence-transformers" if (source / "modules.json").is_file() else "transformers"
+        self.files = FolderFiles(source, self.inner, modules)
+        self.folder = source / self.inner
+        self.padded_configs: list[Any] = []
+        """Configs that had no padding token and were given one to run the model."""
+        self.cls, self.config = loading.model_class(self.folder, loading.read_config(self.folder))
+        self.preprocessing = (
+            None if data_files is None else loading.load_preprocessing(self.folder, self.cls, self.config, data_files)
+        )
 
-        try:
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            cls = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
-            self.model = cls.from_pretrained(folder, use_safetensors=True).to(device).eval()
-        except Exception as error:  # broken files raise errors of many types
-            raise ButtressError(f"the model in {folder} cannot be loaded: {error}") from error
-        try:
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError, KeyError):
-            self.tokenizer = None
+    def load(self) -> None:
+        from buttress.compression import transformers_loading as loading
 
-    def data(self, path: Path, batch: int, length: int) -> CalibrationData:
-        return TextData(path, self.tokenizer, self.model, batch, length, self.device)
+        loading.check_sizes(self.folder, self.cls, self.config)
+        self.model, self.missing = loading.load_model(self.folder, self.cls, self.config, self.device)
+
+    def open_data(self, batch: int, length: int) -> CalibrationData:
+        from buttress.compression.transformers_data import TransformersData
+
+        assert self.data_files is not None
+        assert self.preprocessing is not None
+        self._set_padding()
+        return TransformersData(self.data_files, self.model, self.preprocessing, batch, length, self.device)
+
+    def _set_padding(self) -> None:
+        """Choose a padding token where the model or its tokenizer has none; the saved folder does not change."""
+        assert self.preprocessing is not None
+        tokenizer = self.preprocessing.tokenizer
+        if tokenizer is None:
+            return
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+        for config in (self.model.config, self.model.config.get_text_config()):
+            if getattr(config, "pad_token_id", None) is None:
+                self.padded_configs.append(config)
+                config.pad_token_id = tokenizer.pad_token_id
 
     def save_model(self, folder: Path) -> None:
+        from buttress.compression.transformers_loading import quiet
         from buttress.integrations import transformers as hf
 
+        for config in self.padded_configs:
+            config.pad_token_id = None
+        vars(self.model.config).pop("auto_map", None)  # the code that it names is not copied
         hf.attach(self.model)
-        self.model.save_pretrained(folder / self.inner)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder / self.inner)
+        with quiet():
+            self.model.save_pretrained(folder / self.inner)
         write_plan(self.model, folder)
 
 
-def _transformer_module(source: Path) -> Path:
-    """Path of the transformers model in a folder: modules.json of sentence-transformers lists it first."""
+def _listed_modules(source: Path) -> tuple[Path, set[Path]]:
+    """Path of the transformers model in a folder, and of sentence-transformers' other modules, from modules.json."""
     if not (listing := source / "modules.json").is_file():
-        return Path()
+        return Path(), set()
     try:
-        first = json.loads(listing.read_text(encoding="utf-8"))[0]
-        inner = Path(first["path"])
-        if not str(first["type"]).endswith("Transformer"):
-            raise ValueError(f"its first module is {first['type']}")
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        rows = read_json(listing)
+        first, *others = (Path(row["path"]) for row in rows)
+        if not str(rows[0]["type"]).endswith("Transformer"):
+            raise ValueError(f"its first module is {rows[0]['type']}")
+    except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
         raise PlanError(f"{listing} is not a module list of sentence-transformers: {error}") from None
-    if inner.is_absolute() or ".." in inner.parts:
-        raise PlanError(f"{listing} points outside its folder: {inner}")
-    return inner
+    for path in (first, *others):
+        if path.is_absolute() or ".." in path.parts:
+            raise PlanError(f"{listing} points outside its folder: {path}")
+    return first, set(others) - {first}
 
 
 class TimmFolder(ModelFolder):
     """A timm model with its own preprocessing."""
 
-    def __init__(self, source: Path, device: torch.device | str) -> None:
+    library = "timm"
+
+    def __init__(self, source: Path, device: torch.device | str, data_files: CalibrationFiles | None = None) -> None:
+        super().__init__(source, device, data_files)
+        self.files = FolderFiles(source)
+        if data_files is not None and (data_files.text_file is not None or not data_files.images):
+            raise PlanError(f"{data_files.label} is not an image folder: a timm model is calibrated with images alone")
+
+    def load(self) -> None:
         from buttress.integrations import timm as vision
 
-        super().__init__(source, device)
-        self.model = vision.load(source, device)
-        self.model_args = vision.model_args(source)
+        self.model = vision.load(self.source, self.device)
+        self.model_args = vision.model_args(self.source)
 
-    def data(self, path: Path, batch: int, length: int) -> CalibrationData:
-        return ImageData(path, self.model, batch, self.device)
+    def open_data(self, batch: int, length: int) -> CalibrationData:
+        assert self.data_files is not None
+        return ImageData(self.data_files, self.model, batch, self.device)
 
     def save_model(self, folder: Path) -> None:
         from buttress.integrations import timm as vision

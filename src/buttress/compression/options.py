@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from buttress.compression.allocation import Candidate, CostFunction, CostMeasure, as_family, check_keep, cost_function
+from buttress.compression.allocation import check_keep
+from buttress.compression.layer_options import Candidate, CostFunction, CostMeasure, as_family, cost_function
 from buttress.devices import local_device
 from buttress.errors import PlanError
 from buttress.suggestions import did_you_mean
@@ -20,6 +21,8 @@ from buttress.surgery import Plan
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of a stage, the number of its steps that are done, and the number of all its steps."""
 
+CHOOSING = ("keep", "candidates", "cost", "layers")
+"""Options by which a plan is chosen."""
 ALIASES = {"calibrate": "calibration_batches", "tell": "progress"}
 """Present names of keywords that `compress` had in version 0.1."""
 
@@ -33,8 +36,11 @@ class CompressOptions:
         candidates: Structures to choose from, as for `curves`. Default: all families without sharing.
         cost: Cost that `keep` refers to: "macs", "params", or a function such as `timed()`.
         plan: A plan to follow instead of choosing one.
-        text: A text file or, for timm, an image folder. With it, layers are projected for the nearest outputs on this
-            data, and quality is measured on held-out data.
+        text: A text file; an image folder counts as `images`. With data, layers are projected for the nearest outputs
+            on it, and quality is measured on a part that is held out.
+        images: An image folder. Models that read text and images are given both.
+        layers: Globs of the layers to choose among, the first match wins; one that starts with "!" leaves layers out.
+            Default: all linear layers but the output head.
         heal: Steps of healing: distillation from the original model, undone if it moves the outputs on held-out data
             away from the original's.
         lr: Learning rate of healing.
@@ -59,6 +65,8 @@ class CompressOptions:
     cost: CostMeasure | CostFunction = "macs"
     plan: Plan | None = None
     text: Path | str | None = None
+    images: Path | str | None = None
+    layers: Sequence[str] | None = None
     heal: int = 0
     lr: float = 3e-4
     sweeps: int = 4
@@ -76,14 +84,43 @@ class CompressOptions:
                 raise PlanError(f"{name} must be an integer >= {least}, got {value!r}")
         if not isinstance(self.lr, Real) or not isfinite(self.lr) or self.lr <= 0:
             raise PlanError(f"lr must be a number above 0, got {self.lr!r}")
-        if self.heal and self.text is None:
-            raise PlanError("healing needs text: give a text file, or an image folder for timm")
+        if self.heal and self.text is None and self.images is None:
+            raise PlanError("healing needs text: give a text file, or an image folder")
         if self.plan is not None and not (isinstance(self.plan, Plan) and self.plan.entries):
             raise PlanError(f"plan must be a Plan with at least one layer, got {self.plan!r}")
+        self._check_plan_alone()
+        self._check_layers()
         if self.candidates is not None and not list(map(as_family, self.candidates)):
             raise PlanError("there is nothing to choose from: give at least one candidate, such as 'btt'")
         cost_function(self.cost)
         local_device(self.device, PlanError)
+
+    def _check_plan_alone(self) -> None:
+        """A plan says what is replaced and how: options that would choose it contradict it."""
+        if self.plan is None:
+            return
+        for option in fields(self):
+            if option.name in CHOOSING and getattr(self, option.name) != option.default:
+                raise PlanError(f"plan and {option.name} contradict each other: a plan says what is replaced already")
+
+    def _check_layers(self) -> None:
+        if self.layers is None:
+            return
+        if isinstance(self.layers, str) or not all(isinstance(glob, str) and glob.strip("!") for glob in self.layers):
+            raise PlanError(f"layers must be a list of globs, such as ['model.layers.*'], got {self.layers!r}")
+        if not any(self.layer_rules().values()):
+            raise PlanError("layers selects nothing: add a glob without '!', such as '*'")
+
+    def layer_rules(self) -> dict[str, bool]:
+        """`layers` as `curves` takes them: globs, each with whether it selects what it matches."""
+        return {glob.removeprefix("!"): not glob.startswith("!") for glob in self.layers or ()}
+
+    @property
+    def unselected_reason(self) -> str:
+        """Why layers that are not among those to choose from stay dense."""
+        if self.plan is not None:
+            return "not in the plan"
+        return "the output head" if self.layers is None else "not selected"
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> CompressOptions:
@@ -107,7 +144,21 @@ class CompressOptions:
             if name in values:
                 raise PlanError(f"{keyword!r} is another name of {name!r}: give one of them")
             values[name] = value
+        if values.get("plan") is not None and "keep" in values:
+            raise PlanError("plan and keep contradict each other: a plan says what is replaced already")
         return cls(**values)
+
+    def to_row(self) -> dict[str, Any]:
+        """The options as plain data, for a report; of files and folders only their names."""
+        row = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "progress"}
+        for name in ("text", "images"):
+            row[name] = None if row[name] is None else Path(row[name]).name
+        if self.candidates is not None:
+            row["candidates"] = [c.name if isinstance(c, type) else str(c) for c in self.candidates]
+        row["cost"] = self.cost if isinstance(self.cost, str) else getattr(self.cost, "__name__", "a function")
+        row["plan"] = None if self.plan is None else "given"
+        row["layers"] = None if self.layers is None else list(self.layers)
+        return row | {"device": str(self.device)}
 
     def report(self, stage: str, done: int, total: int) -> None:
         """Call `progress`, if it is set."""

@@ -6,22 +6,27 @@ import copy
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from buttress.compression.allocation import Budget, budget, curves
+from buttress.compression.allocation import Budget, Curves, budget, curves
 from buttress.compression.calibration_data import CalibrationData
+from buttress.compression.calibration_files import CalibrationFiles, read_calibration_files
 from buttress.compression.distillation import heal, mean_distance
+from buttress.compression.hub import local_folder
 from buttress.compression.input_moments import moments
-from buttress.compression.model_folders import open_model_folder
+from buttress.compression.judgement import DenseLayer
+from buttress.compression.model_folders import ModelFolder, open_model_folder
 from buttress.compression.options import CompressOptions
+from buttress.compression.outcome import Outcome, Provenance, is_harmful, report_row
 from buttress.compression.projection_store import ProjectionStore
-from buttress.errors import PlanError
+from buttress.compression.remainder import RemainderBefore, cannot_be_judged
+from buttress.errors import ButtressError, PlanError, first_line
 from buttress.files import new_folder
 from buttress.inspection.sites import find_sites
+from buttress.integrations.model_card import model_card, write_card
 from buttress.surgery import Plan, Report, replace_
 
 EFFECT_BATCHES = 2
@@ -31,70 +36,48 @@ HEALING_CHECK_BATCHES = 8
 REPORT_FILE = "buttress-report.json"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of `compress`: the plan, a report on the layers, and the quality before and after."""
-
-    plan: Plan
-    """The plan that was applied."""
-    report: Report
-    """Every layer that was replaced, with its errors."""
-    budget: Budget | None
-    """The choice of the plan; None if the plan was an option."""
-    quality: dict[str, tuple[float, float]]
-    """Metrics of the original and of the compressed model on held-out data, by name; empty without data."""
-    healed: tuple[float, float] | None
-    """Distance of the outputs on held-out data from the original's, before and after healing; None without healing."""
-    seconds: dict[str, float]
-    """Duration of each stage."""
-
-    @property
-    def undone(self) -> bool:
-        """Whether healing moved the outputs away from the original's and was therefore undone."""
-        return self.healed is not None and _harmful(*self.healed)
-
-
-def _harmful(before: float, after: float) -> bool:
-    return not after < before
-
-
 def compress(
     folder: Path | str, out: Path | str, options: CompressOptions | float | None = None, **keywords: Any
 ) -> Outcome:
     """Compress the pretrained model in a folder into a new folder.
 
     Structures and ranks are chosen by `budget`, the layers are projected, and the model is healed if `heal` is above 0:
-    distilled from the original model for that many steps. The new folder has the compressed weights, copies of the
-    other files, the plan ("buttress-plan.json") and a report ("buttress-report.json"). It is written atomically.
+    distilled from the original model for that many steps. Layers that calibration cannot judge stay dense. The new
+    folder has the compressed weights, copies of the data files, a model card, the plan ("buttress-plan.json") and a
+    report ("buttress-report.json"). It is written atomically. No code of the folder runs, and none is copied.
     Interrupted healing resumes when `compress` is called again with the same arguments.
 
     Args:
-        folder: Model folder of transformers, sentence-transformers or timm.
+        folder: Model folder of transformers, sentence-transformers or timm, or the id of a model on the hub.
         out: The folder to write. It must not exist, or be empty.
         options: The options. A number stands for `CompressOptions(keep=number)`.
         **keywords: Fields of `CompressOptions`, instead of `options`.
 
     Returns:
-        The plan, a report on every layer, the quality before and after, and the seconds of each stage.
+        The plan, a report on every layer, what stays as it was, the quality before and after, and the seconds of each
+        stage.
 
     Raises:
         PlanError: If an option cannot be used, `out` is not empty, or nothing is worth replacing.
-        ButtressError: If the model cannot be loaded, or healing diverges.
+        ButtressError: If the model cannot be loaded or run on the data, the result cannot be written, or healing
+            diverges.
 
     Example:
         >>> outcome = bt.compress("minilm", "minilm-half", keep=0.5, text="sentences.txt", heal=500)
-        >>> print(outcome.report, outcome.quality)
+        >>> print(outcome.report, outcome.quality, *outcome.remainder.lines(), sep="\\n")
     """
     settings = _settings(options, keywords)
-    source, target = Path(folder), Path(out)
-    if source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise PlanError(f"{target} is inside {source}: choose another folder")
-    if settings.text is not None and not Path(settings.text).exists():
-        raise PlanError(f"{settings.text} does not exist: give a text file, or an image folder for timm")
+    target = Path(out)
+    if Path(folder).is_dir() and Path(folder).resolve() in (target.resolve(), *target.resolve().parents):
+        raise PlanError(f"{target} is inside {folder}: choose another folder")
+    data_files = read_calibration_files(settings.text, settings.images)
     checkpoint = target.with_name(f".{target.name}.heal.pt")
-    with new_folder(target) as part:
-        outcome = _compress(source, part, checkpoint, settings)
-    checkpoint.unlink(missing_ok=True)
+    try:
+        with new_folder(target) as part:
+            outcome = _compress(folder, part, checkpoint, data_files, settings)
+        checkpoint.unlink(missing_ok=True)
+    except OSError as error:
+        raise ButtressError(f"{target} cannot be written: {error.strerror or error} ({error.filename})") from error
     return outcome
 
 
@@ -111,12 +94,21 @@ def _settings(options: CompressOptions | float | None, keywords: Mapping[str, An
     return CompressOptions.from_keywords({"keep": options, **keywords})
 
 
-def _compress(source: Path, part: Path, checkpoint: Path, options: CompressOptions) -> Outcome:
+def _compress(
+    name: Path | str,
+    part: Path,
+    checkpoint: Path,
+    data_files: CalibrationFiles | None,
+    options: CompressOptions,
+) -> Outcome:
     """All stages, with the new folder written to `part`."""
     clock = _StageClock()
-    folder = open_model_folder(source, options.device)
-    model, original = folder.model, copy.deepcopy(folder.model)
-    data = None if options.text is None else folder.data(Path(options.text), options.batch, options.length)
+    folder = open_model_folder(local_folder(name), options.device, data_files)
+    model = folder.model
+    data = None if data_files is None else folder.open_data(options.batch, options.length)
+    if data is not None:
+        data.try_out(model)
+    original, before = copy.deepcopy(model), RemainderBefore(model)
     clock.end("load")
     inputs: Mapping[str, Tensor] = {}
     if data is not None:
@@ -124,9 +116,11 @@ def _compress(source: Path, part: Path, checkpoint: Path, options: CompressOptio
         clock.end("calibrate")
     plan, chosen, store = options.plan, None, ProjectionStore()
     if plan is None:
-        chosen = _choose(model, data, inputs, store, options)
+        chosen = _choose(folder, data, inputs, store, options)
         plan = chosen.plan
         clock.end("choose")
+    by_weights = cannot_be_judged(find_sites(model), [e.name for e in plan.entries], inputs)
+    inputs = {name: inputs[name] for name in inputs if name not in {layer.name for layer in by_weights}}
     report = _project(model, plan, inputs, store, options)
     clock.end("project")
     healed = None
@@ -135,9 +129,9 @@ def _compress(source: Path, part: Path, checkpoint: Path, options: CompressOptio
         clock.end("heal")
     quality = {} if data is None else data.quality(original, model)
     clock.end("measure")
-    folder.save(part)
-    outcome = Outcome(plan, report, chosen, quality, healed, clock.seconds)
-    _write_report(part / REPORT_FILE, outcome, options.keep)
+    remainder = before.after(chosen, by_weights, plan, options.unselected_reason)
+    outcome = Outcome(plan, report, chosen, quality, healed, clock.seconds, remainder, _provenance(name, folder))
+    _save(folder, part, outcome, options)
     return outcome
 
 
@@ -153,25 +147,38 @@ def _calibrate(model: nn.Module, data: CalibrationData, options: CompressOptions
 
 
 def _choose(
-    model: nn.Module,
+    folder: ModelFolder,
     data: CalibrationData | None,
     inputs: Mapping[str, Tensor],
     store: ProjectionStore,
     options: CompressOptions,
 ) -> Budget:
     choices = curves(
-        model,
+        folder.model,
         candidates=options.candidates,
         moments=inputs,
         cost=options.cost,
+        layers=options.layer_rules() or None,
         batches=[] if data is None else list(data.calibration_batches(EFFECT_BATCHES)),
         watch=lambda name, done, total: options.report("choosing", done, total),
         projections=store,
     )
+    choices = _without_random_layers(choices, folder)
     chosen = budget(choices, options.keep)
     if not chosen.plan.entries:
         raise PlanError(f"nothing is worth replacing at keep={options.keep:g}: set a smaller keep, or give a plan")
     return chosen
+
+
+def _without_random_layers(choices: Curves, folder: ModelFolder) -> Curves:
+    """Leave out layers whose weights are not in the folder: there is nothing to keep."""
+    absent = {name.rpartition(".")[0] for name in folder.missing} & set(choices)
+    if not absent:
+        return choices
+    sites = find_sites(folder.model)
+    rows = [DenseLayer.of(sites[name], "its weights are not in the folder") for name in absent]
+    kept = {name: options for name, options in choices.items() if name not in absent}
+    return Curves(kept, (*choices.unjudged, *rows), choices.refused)
 
 
 def _project(
@@ -209,21 +216,41 @@ def _heal_or_revert(
         watch=lambda healing: options.report(f"healing, loss {healing.loss:.4f}", healing.step, healing.steps),
     )
     after = mean_distance(model, original, held_out)
-    if _harmful(before, after):
+    if is_harmful(before, after):
         model.load_state_dict(start)
     return before, after
 
 
-def _write_report(path: Path, outcome: Outcome, keep: float) -> None:
-    summary = {
-        "keep": keep,
-        "quality": outcome.quality,
-        "healed": outcome.healed,
-        "undone": outcome.undone,
-        "seconds": outcome.seconds,
-        "layers": [asdict(row) for row in outcome.report.rows],
-    }
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+def _provenance(name: Path | str, folder: ModelFolder) -> Provenance:
+    files = folder.data_files
+    return Provenance(
+        source=str(name) if folder.source != Path(name) else folder.source.resolve().name,
+        library=folder.library,
+        class_name=type(folder.model).__name__,
+        left_out=dict(folder.files.left_out),
+        missing=folder.missing,
+        unreadable=() if files is None else tuple(path.name for path in files.unreadable),
+    )
+
+
+def _save(folder: ModelFolder, part: Path, outcome: Outcome, options: CompressOptions) -> None:
+    """Write the model, its card and the report."""
+    try:
+        folder.save(part)
+    except ButtressError:
+        raise
+    except Exception as error:  # a full disk raises errors of several types
+        raise ButtressError(f"the compressed model cannot be written: {first_line(error)}") from error
+    provenance = outcome.provenance
+    card = model_card(
+        outcome.report,
+        library=provenance.library,
+        base_model=provenance.source,
+        quality=outcome.quality,
+        existing=folder.original_card(),
+    )
+    write_card(part, card)
+    (part / REPORT_FILE).write_text(json.dumps(report_row(outcome, options), indent=2) + "\n", encoding="utf-8")
 
 
 class _StageClock:

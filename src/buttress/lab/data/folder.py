@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from buttress import MissingExtraError
-from buttress.compression.calibration_data import IMAGE_SUFFIXES
+from buttress.compression.calibration_files import IMAGE_SUFFIXES
 from buttress.lab.data.base import Batch, DataError, Task, task
 
 SIZE = 224

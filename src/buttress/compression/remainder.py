@@ -1,0 +1,175 @@
+"""What a compression leaves as it was: layers that stay dense, and parameters that are in no linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from buttress.compression.allocation import Budget
+from buttress.compression.judgement import DenseLayer, reason_not_to_judge
+from buttress.inspection.names import unique_modules
+from buttress.inspection.sites import Site, find_sites
+from buttress.nn.structured import Structured
+from buttress.surgery import Plan
+
+NAMES_SHOWN = 4
+"""Most names in one line of the summary."""
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """What a compression leaves as it was, and why."""
+
+    dense: tuple[DenseLayer, ...]
+    """Layers that stay dense by choice: of the budget, of a plan, or because they are not selected."""
+    unjudged: tuple[DenseLayer, ...]
+    """Layers whose loss could not be told. They stay dense."""
+    by_weights: tuple[DenseLayer, ...]
+    """Layers that a given plan replaces although calibration cannot judge them: projected by their weights alone."""
+    structured: tuple[str, ...]
+    """Layers that were structured before, and stay as they are."""
+    other_matrices: Mapping[str, int]
+    """Matrices that are in no linear layer, embedding or convolution, such as packed experts: sizes by name."""
+    refused: Mapping[str, Mapping[str, str]]
+    """Why candidates could not be used at layers, by layer and candidate."""
+    linear_params: int
+    """Parameters of all linear layers before."""
+    linear_macs: int
+    """Multiply-accumulates per token of all linear layers before."""
+    model_params: int
+    """Parameters of the model before."""
+
+    @property
+    def unjudged_params(self) -> float:
+        """Share of the linear layers' parameters that could not be judged, from 0 to 1."""
+        return sum(layer.params for layer in self.unjudged) / max(self.linear_params, 1)
+
+    @property
+    def unjudged_macs(self) -> float:
+        """Share of the linear layers' multiply-accumulates that could not be judged, from 0 to 1."""
+        return sum(layer.macs for layer in self.unjudged) / max(self.linear_macs, 1)
+
+    def lines(self) -> list[str]:
+        """A summary for people, one line per reason."""
+        lines = [self._line(reason, layers, "stay dense") for reason, layers in _by_reason(self.dense).items()]
+        if self.unjudged:
+            lines.append(
+                f"not judged, stay dense: {_count(self.unjudged)} with {self.unjudged_params:.1%} of the linear "
+                f"layers' parameters and {self.unjudged_macs:.1%} of their MACs"
+            )
+            lines += [f"  {reason}: {_names(layers)}" for reason, layers in _by_reason(self.unjudged).items()]
+        for reason, layers in _by_reason(self.by_weights).items():
+            lines.append(self._line(reason, layers, "replaced by their weights alone, as the plan asks"))
+        if self.structured:
+            lines.append(f"structured before, not changed: {_listed(self.structured)}")
+        if self.refused:
+            candidates = {candidate: reason for row in self.refused.values() for candidate, reason in row.items()}
+            lines += [f"{candidate} does not fit some layers: {reason}" for candidate, reason in candidates.items()]
+        if self.other_matrices:
+            share = sum(self.other_matrices.values()) / max(self.model_params, 1)
+            lines.append(
+                f"not reached, in no linear layer: {share:.1%} of the parameters, {_listed(self.other_matrices)}"
+            )
+        return lines
+
+    def _line(self, reason: str, layers: Sequence[DenseLayer], what: str) -> str:
+        share = sum(layer.params for layer in layers) / max(self.linear_params, 1)
+        count = f"{_count(layers)} with {share:.1%} of the linear layers' parameters"
+        return f"{what} ({reason}): {count}, {_names(layers)}"
+
+
+class RemainderBefore:
+    """What a model holds before it is compressed, from which its remainder is told afterwards.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = {name: DenseLayer.of(site, "") for name, site in find_sites(model).items()}
+        self.structured = tuple(name for name, m in unique_modules(model) if isinstance(m, Structured))
+        self.model_params = sum(p.numel() for p in model.parameters())
+        self.other_matrices = _other_matrices(model)
+
+    def after(
+        self, budget: Budget | None, by_weights: Collection[DenseLayer], plan: Plan, unselected: str
+    ) -> Remainder:
+        """What is left as it was.
+
+        Args:
+            budget: The choice of the plan; None if the plan was given.
+            by_weights: Layers that the plan replaces although they could not be judged.
+            plan: The plan that was applied.
+            unselected: Why layers that were not compared stay dense.
+
+        Returns:
+            The remainder.
+        """
+        replaced = {entry.name for entry in plan.entries}
+        unjudged = () if budget is None else budget.unjudged
+        compared = set() if budget is None else {row.name for row in budget.rows}
+        named = replaced | {layer.name for layer in unjudged}
+        dense = tuple(
+            replace(layer, reason="by choice" if name in compared else unselected)
+            for name, layer in self.layers.items()
+            if name not in named
+        )
+        return Remainder(
+            dense=dense,
+            unjudged=unjudged,
+            by_weights=tuple(by_weights),
+            structured=self.structured,
+            other_matrices=self.other_matrices,
+            refused={} if budget is None else budget.refused,
+            linear_params=sum(layer.params for layer in self.layers.values()),
+            linear_macs=sum(layer.macs for layer in self.layers.values()),
+            model_params=self.model_params,
+        )
+
+
+def cannot_be_judged(
+    sites: Mapping[str, Site], names: Iterable[str], moments: Mapping[str, Tensor]
+) -> tuple[DenseLayer, ...]:
+    """Those of these layers that calibration cannot judge, with the reasons."""
+    reasons = {name: reason_not_to_judge(sites[name], moments) for name in names if name in sites}
+    return tuple(DenseLayer.of(sites[name], reason, moments) for name, reason in reasons.items() if reason)
+
+
+def _other_matrices(model: nn.Module) -> dict[str, int]:
+    """Parameters of at least two axes that belong to no linear layer, embedding, convolution or structured layer."""
+    owners = {id(part) for site in find_sites(model, embeddings=True).values() for part in site.owner.modules()}
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    for module in model.modules():
+        if isinstance(module, (Structured, nn.Embedding, *convolutions)):
+            owners |= {id(part) for part in module.modules()}
+    sizes: dict[str, int] = {}
+    for name, module in unique_modules(model):
+        for key, parameter in module.named_parameters(recurse=False) if id(module) not in owners else ():
+            # Positions, scales and class tokens have one axis that is longer than 1, or broadcast over the batch.
+            if sum(size > 1 for size in parameter.shape) >= 2 and parameter.shape[0] > 1:
+                sizes[f"{name}.{key}" if name else key] = parameter.numel()
+    return sizes
+
+
+def _by_reason(layers: Iterable[DenseLayer]) -> dict[str, list[DenseLayer]]:
+    groups: dict[str, list[DenseLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.reason, []).append(layer)
+    return groups
+
+
+def _count(layers: Sequence[DenseLayer]) -> str:
+    return "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+
+
+def _names(layers: Sequence[DenseLayer]) -> str:
+    few = [f"{layer.name} ({layer.tokens} tokens)" if layer.tokens else layer.name for layer in layers]
+    return _listed(few)
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    rest = len(every) - NAMES_SHOWN
+    return ", ".join(every[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
