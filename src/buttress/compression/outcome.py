@@ -100,7 +100,7 @@ def report_row(outcome: Outcome, options: CompressOptions) -> dict[str, Any]:
         },
         "replaced_by_weights": [asdict(layer) for layer in remainder.by_weights],
         "structured_before": list(remainder.structured),
-        "not_reached": [{"name": name, "params": params} for name, params in remainder.other_matrices.items()],
+        "not_reached": [asdict(row) for row in outcome.report.unreached],
         "refused_candidates": remainder.refused,
         "random_tensors": list(outcome.provenance.missing),
         "files_not_copied": outcome.provenance.left_out,

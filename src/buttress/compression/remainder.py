@@ -1,4 +1,4 @@
-"""What a compression leaves as it was: layers that stay dense, and parameters that are in no linear layer."""
+"""What a compression leaves as it was: the layers that stay dense, and why."""
 
 from __future__ import annotations
 
@@ -30,16 +30,12 @@ class Remainder:
     """Layers that a given plan replaces although calibration cannot judge them: projected by their weights alone."""
     structured: tuple[str, ...]
     """Layers that were structured before, and stay as they are."""
-    other_matrices: Mapping[str, int]
-    """Matrices that are in no linear layer, embedding or convolution, such as packed experts: sizes by name."""
     refused: Mapping[str, Mapping[str, str]]
     """Why candidates could not be used at layers, by layer and candidate."""
     linear_params: int
     """Parameters of all linear layers before."""
     linear_macs: int
     """Multiply-accumulates per token of all linear layers before."""
-    model_params: int
-    """Parameters of the model before."""
 
     @property
     def unjudged_params(self) -> float:
@@ -67,11 +63,6 @@ class Remainder:
         if self.refused:
             candidates = {candidate: reason for row in self.refused.values() for candidate, reason in row.items()}
             lines += [f"{candidate} does not fit some layers: {reason}" for candidate, reason in candidates.items()]
-        if self.other_matrices:
-            share = sum(self.other_matrices.values()) / max(self.model_params, 1)
-            lines.append(
-                f"not reached, in no linear layer: {share:.1%} of the parameters, {_listed(self.other_matrices)}"
-            )
         return lines
 
     def _line(self, reason: str, layers: Sequence[DenseLayer], what: str) -> str:
@@ -90,8 +81,6 @@ class RemainderBefore:
     def __init__(self, model: nn.Module) -> None:
         self.layers = {name: DenseLayer.of(site, "") for name, site in find_sites(model).items()}
         self.structured = tuple(name for name, m in unique_modules(model) if isinstance(m, Structured))
-        self.model_params = sum(p.numel() for p in model.parameters())
-        self.other_matrices = _other_matrices(model)
 
     def after(
         self, budget: Budget | None, by_weights: Collection[DenseLayer], plan: Plan, unselected: str
@@ -121,11 +110,9 @@ class RemainderBefore:
             unjudged=unjudged,
             by_weights=tuple(by_weights),
             structured=self.structured,
-            other_matrices=self.other_matrices,
             refused={} if budget is None else budget.refused,
             linear_params=sum(layer.params for layer in self.layers.values()),
             linear_macs=sum(layer.macs for layer in self.layers.values()),
-            model_params=self.model_params,
         )
 
 
@@ -135,22 +122,6 @@ def cannot_be_judged(
     """Those of these layers that calibration cannot judge, with the reasons."""
     reasons = {name: reason_not_to_judge(sites[name], moments) for name in names if name in sites}
     return tuple(DenseLayer.of(sites[name], reason, moments) for name, reason in reasons.items() if reason)
-
-
-def _other_matrices(model: nn.Module) -> dict[str, int]:
-    """Parameters of at least two axes that belong to no linear layer, embedding, convolution or structured layer."""
-    owners = {id(part) for site in find_sites(model, embeddings=True).values() for part in site.owner.modules()}
-    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    for module in model.modules():
-        if isinstance(module, (Structured, nn.Embedding, *convolutions)):
-            owners |= {id(part) for part in module.modules()}
-    sizes: dict[str, int] = {}
-    for name, module in unique_modules(model):
-        for key, parameter in module.named_parameters(recurse=False) if id(module) not in owners else ():
-            # Positions, scales and class tokens have one axis that is longer than 1, or broadcast over the batch.
-            if sum(size > 1 for size in parameter.shape) >= 2 and parameter.shape[0] > 1:
-                sizes[f"{name}.{key}" if name else key] = parameter.numel()
-    return sizes
 
 
 def _by_reason(layers: Iterable[DenseLayer]) -> dict[str, list[DenseLayer]]:
