@@ -11,6 +11,7 @@ from buttress.errors import PlanError
 from buttress.files import write_text
 from buttress.surgery import Plan, Report
 from buttress.text_table import show
+from buttress.version import __version__
 
 CARD_FILE = "README.md"
 Library = Literal["transformers", "sentence-transformers", "timm"]
@@ -123,8 +124,6 @@ def _summary(rows: Report | Plan, base_model: str | None) -> str:
 
 
 def _loading(library: Library) -> str:
-    from buttress import __version__
-
     example = _LOADING[library].format(folder="path/to/this/folder")
     return (
         f"## Loading\n\nNeeded: Python >= 3.11, buttress >= {__version__}, and `pip install "

@@ -9,14 +9,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from buttress.errors import PlanError
-from buttress.inspection.names import suggest, unique_modules
+from buttress.inspection.names import suggest
 from buttress.inspection.sites import Site, check_not_wrapped, find_sites
-from buttress.inspection.ties import tied_modules
-from buttress.nn.embedding import StructuredEmbedding
-from buttress.nn.linear import StructuredLinear
-from buttress.nn.split_linear import SplitLinear
 from buttress.projection.closed_form import Projection
-from buttress.surgery.entry import PlanEntry
+from buttress.surgery.entry import PlanEntry, entries_of, plan_data
 from buttress.surgery.exchange import apply_entries
 from buttress.surgery.replacement import Init, Initialization
 from buttress.surgery.report import Report
@@ -53,19 +49,7 @@ class Plan:
             >>> report = replace_(model, BTT(rank=2))
             >>> [entry.name for entry in Plan.of(model).entries]
         """
-        entries = []
-        split_prefixes: tuple[str, ...] = ()
-        tied = tied_modules(model)
-        for name, module in unique_modules(model):
-            if isinstance(module, SplitLinear):
-                entries.append(_split_entry(name, module))
-                split_prefixes += (f"{name}.",)
-            elif isinstance(module, StructuredEmbedding):
-                entries.append(PlanEntry(name, module.structure, module.normalize, std=module.std, tied=tied.get(name)))
-            elif isinstance(module, StructuredLinear) and not name.startswith(split_prefixes):
-                zero_init = (module.zero_init,)
-                entries.append(PlanEntry(name, module.structure, module.normalize, zero_init, tied=tied.get(name)))
-        return cls(tuple(entries))
+        return cls(tuple(entries_of(model)))
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads.
@@ -76,8 +60,7 @@ class Plan:
         Example:
             >>> Path("plan.json").write_text(Plan.of(model).to_json())
         """
-        rows = [entry.to_row() for entry in self.entries]
-        return json.dumps({"format": "buttress-plan", "version": 1, "layers": rows}, indent=2)
+        return json.dumps(plan_data(self.entries), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -166,9 +149,3 @@ class Plan:
                 )
         if not names:
             raise PlanError("nothing to replace: the plan is empty")
-
-
-def _split_entry(name: str, module: SplitLinear) -> PlanEntry:
-    parts = [p for p in module.parts if isinstance(p, StructuredLinear)]
-    zero_init = tuple(p.zero_init for p in parts)
-    return PlanEntry(name, parts[0].structure, parts[0].normalize, zero_init, module.sizes)
