@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from buttress.errors import PlanError
+from buttress.files import write_text
 from buttress.inspection.names import suggest
 from buttress.inspection.sites import Site, check_not_wrapped, find_sites
 from buttress.projection.closed_form import Projection
@@ -16,6 +18,9 @@ from buttress.surgery.entry import PlanEntry, entries_of, plan_data
 from buttress.surgery.exchange import apply_entries
 from buttress.surgery.replacement import Init, Initialization
 from buttress.surgery.report import Report
+
+MAX_PLAN_BYTES = 1 << 26
+"""Larger files are not read: a plan has some hundred bytes per layer."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Plan:
             data = json.loads(text)
             supported = data["format"] == "buttress-plan" and data["version"] == 1
             rows = data["layers"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise PlanError("this is not a buttress plan: JSON with format, version and layers is needed") from None
         if not supported:
             raise PlanError(
@@ -93,6 +98,53 @@ class Plan:
         if not isinstance(rows, list):
             raise PlanError(f"the layers of a plan are a list, got {rows!r}")
         return cls(tuple(PlanEntry.from_row(row) for row in rows))
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan to a file, completely or not at all.
+
+        Args:
+            path: The file; one that exists is replaced. Its folder is created if it is missing.
+
+        Raises:
+            PlanError: If the file cannot be written.
+
+        Example:
+            >>> Plan.of(model).save("plan.json")
+        """
+        try:
+            write_text(Path(path), self.to_json() + "\n")
+        except OSError as error:
+            raise PlanError(f"the plan cannot be written to {path} ({error.strerror or error})") from None
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Read the plan that `save` wrote.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanError: If the file is missing, cannot be read, or is not a plan.
+
+        Example:
+            >>> report = Plan.load("plan.json").apply_(model)
+        """
+        try:
+            size = Path(path).stat().st_size
+            text = Path(path).read_text(encoding="utf-8") if size <= MAX_PLAN_BYTES else None
+        except OSError as error:
+            raise PlanError(f"no plan can be read from {path} ({error.strerror or error})") from None
+        except UnicodeDecodeError:
+            raise PlanError(f"{path} is not a buttress plan: it is not text") from None
+        if text is None:
+            raise PlanError(f"{path} is not a buttress plan: it has {size:,} bytes, more than {MAX_PLAN_BYTES:,}")
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path} cannot be used: {error}") from None
 
     def apply_(
         self,
