@@ -12,9 +12,9 @@ NAMES = {
     "Convolution", "Cost", "Dense", "Explanation", "Factor", "Healing", "Kronecker", "LowRank", "MissingExtraError",
     "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError", "ProjectedAttention", "Projection", "Report", "RuleError",
     "ShapeError", "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear",
-    "TensorTrain", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "graphed",
-    "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project", "replace_", "split",
-    "structure", "structures", "timed",
+    "TensorTrain", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain",
+    "from_pretrained", "graphed", "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project",
+    "replace_", "split", "structure", "structures", "timed",
 }  # fmt: skip
 OPTIONAL = {
     "buttress.hf": {"StructuredConfig", "adapted", "attach", "lora", "save"},

@@ -41,6 +41,7 @@ from buttress.errors import (
     ShapeError,
     StructureError,
 )
+from buttress.integrations.pretrained import from_pretrained
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
@@ -98,6 +99,7 @@ __all__ = [
     "curves",
     "densify_",
     "explain",
+    "from_pretrained",
     "graphed",
     "heal",
     "init_std",

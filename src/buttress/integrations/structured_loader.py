@@ -106,7 +106,7 @@ class _StructuredLoader(HfQuantizer):
         plan = self.quantization_config.layers_of(model)
         if plan.entries or not self.quantization_config.layers.entries:
             adapted(plan, model).apply_(model)
-        _check_weights(model, shapes)
+        check_weights(model, shapes)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         return model
@@ -128,10 +128,18 @@ class _StructuredLoader(HfQuantizer):
         return True
 
 
-def _check_weights(model: PreTrainedModel, shapes: Shapes) -> None:
-    """Raise if the files do not fit the model: transformers would only warn and initialize weights again.
+def check_weights(model: PreTrainedModel, shapes: Shapes) -> None:
+    """Compare a model on the meta device with the names and shapes in its files, as transformers translates them.
 
-    With a loader such as ours it does not even compare shapes.
+    transformers would only warn and initialize weights again; with a loader such as ours it does not compare shapes.
+
+    Args:
+        model: The model, with its layers replaced.
+        shapes: Shapes by the names in the files.
+
+    Raises:
+        PlanError: If a structured layer's factors are missing, a shape differs, a layer is stored in another form, or
+            the model is far larger than the files.
     """
     provided, unexpected = _translated(model, shapes)
     parameters = dict(model.named_parameters())
@@ -151,9 +159,10 @@ def _check_weights(model: PreTrainedModel, shapes: Shapes) -> None:
 def _misfit(key: str, parameter: nn.Parameter, layer: Structured | None, shape: tuple[int, ...] | None) -> PlanError:
     kind = "" if layer is None else f", since its layer is {layer.structure}"
     problem = "is missing" if shape is None else f"has the shape {shape}"
+    config = "config.json" if layer is None else "the plan in config.json"
     return PlanError(
-        f"{key} should have the shape {tuple(parameter.shape)}{kind}, but in the file it {problem}: the plan in "
-        "config.json and the weights do not belong together"
+        f"{key} should have the shape {tuple(parameter.shape)}{kind}, but in the file it {problem}: {config} and the "
+        "weights do not belong together"
     )
 
 
