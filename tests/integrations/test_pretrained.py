@@ -129,8 +129,10 @@ class TestSentenceTransformers:
         words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w0")
         hf.save(model, tmp_path / "bert", tokenizer)
-        kinds = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-                 {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]  # fmt: skip
+        kinds = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling")])
+        ]
         folder = tmp_path / "bert"
         (folder / "modules.json").write_text(json.dumps(kinds))
         (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 32}')

@@ -44,7 +44,8 @@ class PlanEntry:
 
     def to_row(self) -> dict[str, Any]:
         """The entry as plain data, which can be written as JSON."""
-        return asdict(self) | {"structure": str(self.structure)}
+        row = asdict(self) | {"structure": str(self.structure)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in row.items()}
 
     @classmethod
     def from_row(cls, row: Any) -> PlanEntry:
