@@ -74,6 +74,10 @@ def gemma3() -> Any:
     return t.Gemma3ForConditionalGeneration(config)
 
 
+def nomic() -> Any:
+    return t.NomicBertModel(t.NomicBertConfig(**BERT))
+
+
 BERT = {k: v for k, v in TEXT.items() if k != "num_key_value_heads"}
 BUILDERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "vit": (lambda: t.ViTForImageClassification(t.ViTConfig(**VISION)), {"pixel_values": PIXELS}),
@@ -88,6 +92,7 @@ BUILDERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "clip": (lambda: t.CLIPModel(t.CLIPConfig(**clip_parts())), {"input_ids": TOKENS, "pixel_values": PIXELS}),
     "siglip": (lambda: t.SiglipModel(t.SiglipConfig(**clip_parts())), {"input_ids": TOKENS, "pixel_values": PIXELS}),
     "siglip vision": (lambda: t.SiglipVisionModel(t.SiglipVisionConfig(**VISION)), {"pixel_values": PIXELS}),
+    "nomic bert": (nomic, {"input_ids": TOKENS}),
     "mixtral": (mixtral, {"input_ids": TOKENS}),
     "gpt-2": (
         lambda: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)),

@@ -72,6 +72,17 @@ def test_parts_with_their_own_config_get_their_own_plan() -> None:
     assert names(model.text.config) == []
 
 
+def test_a_part_can_be_any_module_with_its_own_config() -> None:
+    part, config = nn.Sequential(nn.Linear(16, 16)), Config("eye")
+    part.config = config
+    model = Model(Config("both"), eye=part, up=nn.Linear(16, 16))
+    bt.replace_(model, {"*": bt.BTT(rank=2)})
+    assert names(config) == ["0"]
+    assert model.config.quantization_config["parts"] == {"eye": "eye"}
+    bt.densify_(part)
+    assert names(config) == ["0"], "alone, it may be any layer of a model"
+
+
 def test_the_outermost_of_the_models_that_share_a_config_is_described() -> None:
     config = Config("text")
     model = Model(config, model=tower("text", config))

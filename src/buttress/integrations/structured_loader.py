@@ -6,7 +6,7 @@ Importing this module registers it. Nothing is unpickled, and no code is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -226,7 +226,7 @@ def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
     """
     prefix = f"{model.base_model_prefix}."
     sites = find_sites(model, embeddings=True)
-    names = {e.name: next((n for n in _equivalent_names(e.name, model) if n in sites), None) for e in plan.entries}
+    names = {e.name: _name_in(sites, e.name, model) for e in plan.entries}
     entries: list[PlanEntry] = []
     for entry in plan.entries:
         name = names[entry.name]
@@ -238,10 +238,13 @@ def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
         if name is not None:  # the base alone has no head
             tied = None if entry.tied is None else names.get(entry.tied, entry.tied)
             entries.append(replace(entry, name=name, tied=tied))
+    if plan.entries and not entries:
+        raise PlanError(f"none of the layers that the plan names are in {type(model).__name__}: load the whole model")
     return Plan(tuple(entries))
 
 
-def _equivalent_names(name: str, model: PreTrainedModel) -> tuple[str, str, str]:
-    """A name in this model, and in a model with the same base with or without a head."""
+def _name_in(sites: Container[str], name: str, model: PreTrainedModel) -> str | None:
+    """The name of a layer in a model with the same base, with or without a head, or around the part that was saved."""
     prefix = f"{model.base_model_prefix}."
-    return name, f"{prefix}{name}", name.removeprefix(prefix)
+    around = [f"{child}.{name}" for child, _ in model.named_children()]
+    return next((n for n in (name, f"{prefix}{name}", name.removeprefix(prefix), *around) if n in sites), None)

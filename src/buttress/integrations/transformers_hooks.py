@@ -9,6 +9,8 @@ from functools import wraps
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
 from buttress.errors import PlanError
@@ -57,10 +59,29 @@ def _saving(original: Any) -> Any:
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         check_saveable(self)
         record_plan(self)
+        if _would_be_converted(self):
+            kwargs.setdefault("save_original_format", False)
         return original(self, *args, **kwargs)
 
     setattr(save_pretrained, _MARK, True)
     return save_pretrained
+
+
+def _would_be_converted(model: PreTrainedModel) -> bool:
+    """Whether transformers would join factors of several layers, as it joins weights to the form of older files."""
+    keys = [
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, Structured)
+        for key, _ in module.named_parameters()
+    ]
+    if not keys:
+        return False
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+    converters = [t.reverse_transform() for t in transforms if isinstance(t, WeightConverter)]
+    return any(rename_source_key(key, [], converters)[1] is not None for key in keys)
 
 
 def check_saveable(model: PreTrainedModel) -> None:

@@ -67,11 +67,8 @@ def record_plan(model: nn.Module) -> None:
     """
     if "transformers.modeling_utils" in sys.modules:
         _call_saving_hooks()
-    configs: set[int] = set()
-    for _, owner in _transformers_models(model):
-        if id(owner.config) not in configs:
-            configs.add(id(owner.config))
-            _record(owner)
+    for _, owner in _config_owners(model):
+        _record(owner)
 
 
 def _record(owner: Any) -> None:
@@ -82,8 +79,8 @@ def _record(owner: Any) -> None:
     if entries:
         parts = {
             name: str(getattr(part.config, "model_type", ""))
-            for name, part in _transformers_models(owner)
-            if part.config is not owner.config
+            for name, part in _config_owners(owner)
+            if part is not owner
         }
         own_type = str(getattr(owner.config, "model_type", ""))
         entry = ConfigEntry(loader=LOADER, note=_NOTE, model_type=own_type, parts=parts, plan=plan_data(entries))
@@ -92,12 +89,23 @@ def _record(owner: Any) -> None:
         delattr(owner.config, ATTRIBUTE)
 
 
-def _transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every transformers model inside a module, with its name; outer models first."""
+def _config_owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost module with each config, and its name: transformers models, and their parts with an own config.
+
+    Other modules, such as an attention layer, share the config of the model around them, which may not be known here.
+    """
+    configs: set[int] = set()
+    model_prefixes: tuple[str, ...] = ()
     for name, module in unique_modules(model):
         config = vars(module).get("config")
-        if hasattr(type(module), "base_model_prefix") and hasattr(config, "to_dict"):
-            yield name, module
+        if not hasattr(config, "to_dict") or id(config) in configs:
+            continue
+        if hasattr(type(module), "base_model_prefix"):
+            model_prefixes += (f"{name}." if name else "",)
+        elif not name.startswith(model_prefixes):
+            continue
+        configs.add(id(config))
+        yield name, module
 
 
 def _call_saving_hooks() -> None:
