@@ -54,7 +54,8 @@ def test_an_unknown_library_is_refused() -> None:
 def test_a_folder_of_this_machine_is_not_named_as_a_hub_id() -> None:
     card = model_card(bt.Plan(), base_model="/home/me/model")
     assert "base_model" not in metadata(card)
-    assert "# model-structured" in card
+    assert "# model, structured" in card
+    assert "/home/me" not in card
 
 
 def test_the_card_of_the_original_model_is_kept() -> None:
@@ -65,6 +66,15 @@ def test_the_card_of_the_original_model_is_kept() -> None:
     }  # fmt: skip
     assert card.rstrip().endswith("# Original\n\nTrained on éclairs.")
     assert card.count("library_name") == 1
+
+
+def test_our_own_card_is_replaced_and_not_repeated() -> None:
+    card = model_card(bt.Plan(), existing="---\nlicense: mit\n---\n# Original\n")
+    again = model_card(replaced(), existing=card)
+    assert again.count("## Loading") == 1
+    assert again.rstrip().endswith("# Original")
+    assert metadata(again)["license"] == "mit"
+    assert metadata(again)["tags"].count("buttress") == 1
 
 
 @pytest.mark.parametrize(

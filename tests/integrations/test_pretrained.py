@@ -41,6 +41,16 @@ class TestTransformers:
         assert base.dtype == torch.bfloat16
         assert "bt.from_pretrained(" in (tmp_path / "m" / "README.md").read_text()
 
+    def test_the_card_of_the_original_model_is_kept(self, tmp_path: Path) -> None:
+        hf.save(llama(), tmp_path / "dense")
+        (tmp_path / "dense" / "README.md").write_text("---\nlicense: mit\n---\n# Original\n")
+        model = bt.from_pretrained(tmp_path / "dense")
+        bt.replace_(model, bt.BTT(rank=2))
+        card = (hf.save(model, tmp_path / "m") / "README.md").read_text()
+        assert "license: mit" in card
+        assert card.rstrip().endswith("# Original")
+        assert str(tmp_path) not in card
+
     def test_a_dense_folder(self, tmp_path: Path) -> None:
         model = llama().eval()
         hf.save(model, tmp_path / "m")

@@ -16,7 +16,7 @@ from typing import Any
 
 from buttress.files import new_folder
 from buttress.integrations.missing import FAILURES, import_failure
-from buttress.integrations.model_card import model_card, write_card
+from buttress.integrations.model_card import existing_card, model_card, write_card
 from buttress.surgery import Plan
 from buttress.surgery.config_entry import record_plan
 
@@ -51,6 +51,8 @@ def attach(model: PreTrainedModel) -> None:
 def save(model: PreTrainedModel, folder: Path | str, *others: Any) -> Path:
     """Save a model to a new folder, atomically, with a model card.
 
+    The card of the folder that the model was loaded from is kept below the new one.
+
     Args:
         model: The model, structured or not.
         folder: The folder to write. It must not exist, or be empty.
@@ -72,5 +74,7 @@ def save(model: PreTrainedModel, folder: Path | str, *others: Any) -> Path:
         for other in others:
             other.save_pretrained(part)
         if plan.entries:
-            write_card(part, model_card(plan, base_model=getattr(model, "name_or_path", None) or None))
+            origin = getattr(model, "name_or_path", None) or None
+            card = None if origin is None else existing_card(Path(origin))
+            write_card(part, model_card(plan, base_model=origin, existing=card))
     return Path(folder)

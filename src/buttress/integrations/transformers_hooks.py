@@ -80,7 +80,7 @@ def _would_be_converted(model: PreTrainedModel) -> bool:
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:
         transforms = get_model_conversion_mapping(model, add_legacy=False)
-    converters = [t.reverse_transform() for t in transforms if isinstance(t, WeightConverter)]
+    converters: list[Any] = [t.reverse_transform() for t in transforms if isinstance(t, WeightConverter)]
     return any(rename_source_key(key, [], converters)[1] is not None for key in keys)
 
 
