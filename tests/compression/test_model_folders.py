@@ -84,6 +84,6 @@ def test_a_timm_plan_is_written_once(vit: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "write_text", write_text)
     compress(vit, tmp_path / "m", 0.5, candidates=["low_rank"])
-    assert [path.name for path in written].count("buttress-plan.json") == 1
+    assert sum(path.name.startswith("buttress-plan.json") for path in written) == 1
     loaded = open_model_folder(tmp_path / "m", "cpu").model(torch.ones(1, 3, 32, 32))
     assert loaded.isfinite().all()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from buttress.errors import PlanError
+from buttress.errors import ButtressError, PlanError
 from buttress.files import new_folder
 from buttress.integrations.missing import FAILURES, import_failure
 from buttress.integrations.model_card import model_card, write_card
@@ -123,10 +123,13 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
         >>> model = buttress.vision.load("small")
     """
     source = Path(folder)
-    config, plan = TimmConfig.read(source), read_plan(source)
-    shapes = saved_shapes([source / WEIGHTS_FILE])
-    with torch.device("meta"), limited_parameters(4 * len(shapes) + _SLACK_TENSORS):
-        _check_fits(_built(config, plan, shapes), shapes, source)
+    try:
+        config, plan = TimmConfig.read(source), read_plan(source)
+        shapes = saved_shapes([source / WEIGHTS_FILE])
+        with torch.device("meta"), limited_parameters(4 * len(shapes) + _SLACK_TENSORS):
+            _check_fits(_built(config, plan, shapes), shapes)
+    except ButtressError as error:
+        raise PlanError(f"{source} does not hold a timm model that can be loaded: {error}") from error
     model = _built(config, plan, shapes)
     model.load_state_dict(load_file(source / WEIGHTS_FILE))
     return model.to(device).eval()
@@ -149,12 +152,12 @@ def _size(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _check_fits(model: nn.Module, shapes: Shapes, source: Path) -> None:
+def _check_fits(model: nn.Module, shapes: Shapes) -> None:
     own = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     for key in sorted(own.keys() | shapes.keys()):
         if own.get(key) != shapes.get(key):
             raise PlanError(
-                f"{source} does not hold a timm model that fits its config and plan: {key} should have the shape "
+                f"its config, plan and weights do not belong together: {key} should have the shape "
                 f"{own.get(key, '(none: the model has no such tensor)')}, but in {WEIGHTS_FILE} it "
                 f"{'is missing' if key not in shapes else f'has {shapes[key]}'}"
             )

@@ -131,7 +131,7 @@ def _read_object(path: Path) -> dict[str, Any]:
             raise PlanError(f"{path} has more than {MAX_CONFIG_BYTES:,} bytes, which no config has")
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"{path.parent} does not hold a timm model: {path.name} cannot be read ({error})") from None
+        raise PlanError(f"{path} cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not JSON ({error}): save the model again") from None
     if not isinstance(data, dict):
