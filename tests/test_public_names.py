@@ -13,7 +13,7 @@ NAMES = {
     "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError", "ProjectedAttention", "Projection", "Report", "RuleError",
     "ShapeError", "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear",
     "StructuredPointwiseConv", "TensorTrain", "Unreached",
-    "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "graphed",
+    "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained", "graphed",
     "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project", "replace_", "split",
     "structure", "structures", "timed",
 }  # fmt: skip

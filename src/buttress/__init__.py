@@ -6,6 +6,8 @@ bt.replace_(model, bt.BTT(rank=2))
 optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 """
 
+from importlib import import_module
+
 from buttress.compression.allocation import Budget, budget, curves
 from buttress.compression.distillation import Healing, heal
 from buttress.compression.input_moments import moments
@@ -41,6 +43,7 @@ from buttress.errors import (
     ShapeError,
     StructureError,
 )
+from buttress.integrations.pretrained import from_pretrained
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
@@ -50,8 +53,11 @@ from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
 from buttress.surgery import Plan, PlanEntry, Report, Unreached, densify_, replace_
+from buttress.surgery.config_entry import add_saving_hook
+from buttress.version import __version__ as __version__
 
-__version__ = "0.2.0.dev0"
+# Surgery imports nothing of transformers; where a process has imported it, models save their plans by this.
+add_saving_hook(lambda: import_module("buttress.hf"))
 
 __all__ = [
     "Advice",
@@ -98,6 +104,7 @@ __all__ = [
     "curves",
     "densify_",
     "explain",
+    "from_pretrained",
     "graphed",
     "heal",
     "init_std",

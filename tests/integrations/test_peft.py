@@ -48,3 +48,32 @@ def test_lora_on_a_structured_convolution_is_refused() -> None:
     bt.replace_(model, {"0": bt.BTT()})
     with pytest.raises(bt.PlanError, match="leave it out of target_modules"):
         peft.get_peft_model(model, hf.lora(peft.LoraConfig(r=2, target_modules=["0"])))
+
+
+@pytest.mark.parametrize("initialization", ["pissa", "pissa_niter_4", "olora", "corda", "loftq"])
+def test_initializations_that_write_to_the_layer_below_are_refused(initialization: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    hf.lora(config)
+    config.init_lora_weights = initialization
+    with pytest.raises(bt.PlanError, match=f"init_lora_weights='{initialization}' writes to the weight"):
+        hf.lora(config)
+    with pytest.raises(bt.PlanError, match=f"init_lora_weights='{initialization}' writes to the weight"):
+        peft.get_peft_model(structured(llama), config)
+
+
+@pytest.mark.parametrize("initialization", [True, "gaussian"])
+def test_other_initializations_keep_the_outputs(initialization: bool | str) -> None:
+    peft = pytest.importorskip("peft")
+    model = structured(llama)
+    outputs = model(TOKENS).logits
+    config = hf.lora(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=initialization))
+    torch.testing.assert_close(peft.get_peft_model(model, config)(TOKENS).logits, outputs)
+
+
+def test_an_adapter_is_saved_for_a_model_that_was_never_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = structured(llama)
+    wrapped = peft.get_peft_model(model, hf.lora(peft.LoraConfig(r=4, target_modules=["q_proj"])))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()

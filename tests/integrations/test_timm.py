@@ -51,8 +51,105 @@ def test_refusals(tmp_path: Path) -> None:
     vision.save(vit(), tmp_path / "m", **ARGS)
     with pytest.raises(bt.PlanError, match="exists already"):
         vision.save(vit(), tmp_path / "m", **ARGS)
-    with pytest.raises(bt.PlanError, match="does not hold a timm model in safetensors"):
+    with pytest.raises(bt.PlanError, match="does not hold a timm model"):
         vision.load(tmp_path / "nothing")
     (tmp_path / "m" / "buttress-plan.json").write_text("[]")
     with pytest.raises(bt.PlanError, match="not a buttress plan"):
         vision.load(tmp_path / "m")
+
+
+def test_a_saved_folder_has_a_card(tmp_path: Path) -> None:
+    model = vit()
+    bt.replace_(model, bt.BTT(rank=2))
+    vision.save(model, tmp_path / "m", **ARGS)
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert "library_name: timm" in card
+    assert "buttress.vision.load(" in card
+    vision.save(vit(), tmp_path / "dense", **ARGS)
+    assert not (tmp_path / "dense" / "README.md").exists(), "timm alone loads it"
+    assert {p.name for p in tmp_path.iterdir()} == {"m", "dense"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = vit()
+    bt.replace_(model, bt.LowRank(rank=2))
+    return vision.save(model, tmp_path / "m", **ARGS)
+
+
+def refused(folder: Path, config: Any) -> str:
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(bt.PlanError) as error:
+        vision.load(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+class TestAFolderIsData:
+    def test_arguments_that_open_files_are_refused(self, folder: Path, tmp_path: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        outside = str(tmp_path / "pickle.bin")
+        for name, value in (
+            ("checkpoint_path", outside), ("pretrained", True), ("pretrained_cfg", {"file": outside}),
+            ("pretrained_cfg_overlay", {"url": "http://x"}), ("cache_dir", outside), ("pretrained_strict", False),
+        ):  # fmt: skip
+            text = refused(folder, config | {"model_args": ARGS | {name: value}})
+            assert f"sets the argument {name!r}" in text
+
+    def test_values_that_are_not_data_are_refused(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        for value in ({"a": 1}, [[[1]]], "/etc/passwd", "http://x", ["a/b"]):
+            assert "act_layer" in refused(folder, config | {"model_args": ARGS | {"act_layer": value}})
+        assert "not an object" in refused(folder, config | {"model_args": [1]})
+        assert "num_classes" in refused(folder, config | {"num_classes": {"a": 1}})
+
+    def test_sources_of_pretrained_weights_are_ignored(self, folder: Path, tmp_path: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        sources = {"file": str(tmp_path / "x.bin"), "url": "http://127.0.0.1:9/x", "hf_hub_id": "a/b", "source": "url"}
+        config["pretrained_cfg"] |= sources
+        (folder / "config.json").write_text(json.dumps(config))
+        assert not sources.keys() & {k for k, v in vision.load(folder).pretrained_cfg.items() if v}
+
+    def test_architectures_from_elsewhere_are_refused(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        for name in ("hf-hub:timm/resnet18", "local-dir:/tmp", "nonsense", 3, None, ["vit"]):
+            assert "names no architecture" in refused(folder, config | {"architecture": name})
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            ({"embed_dim": 0}, "cannot build"),
+            ({"embed_dim": -4}, "cannot build"),
+            ({"embed_dim": "wide"}, "cannot build"),
+            ({"nonsense": 1}, "cannot build"),
+            ({"embed_dim": 3 * 10**9}, "no size of a timm model"),
+            ({"embed_dim": 3 * 2**16}, "far more"),
+            ({"depth": 10**9}, "no size of a timm model"),
+            ({"depth": 10**4}, "far more than were saved"),
+            ({"depth": 2}, "is missing"),
+        ],
+        ids=str,
+    )
+    def test_broken_sizes(self, folder: Path, arguments: dict[str, Any], problem: str) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        text = refused(folder, config | {"model_args": ARGS | arguments})
+        assert any(p in text for p in problem.split("|")), text
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '{"architecture": NaN}'], ids=lambda t: t[:9])
+    def test_broken_configs(self, folder: Path, text: str) -> None:
+        assert "config.json" in refused(folder, text)
+
+    def test_broken_weights(self, folder: Path) -> None:
+        file = folder / "model.safetensors"
+        for keep in (file.stat().st_size - 1, 100, 0):
+            file.write_bytes(file.read_bytes()[:keep])
+            with pytest.raises(bt.PlanError, match=r"model\.safetensors cannot be read"):
+                vision.load(folder)
+        file.unlink()
+        with pytest.raises(bt.PlanError, match=r"model\.safetensors cannot be read"):
+            vision.load(folder)
+
+    def test_saving_refuses_what_loading_would_refuse(self, tmp_path: Path) -> None:
+        with pytest.raises(bt.PlanError, match="sets the argument 'checkpoint_path'"):
+            vision.save(vit(), tmp_path / "m", **ARGS, checkpoint_path="x")
+        assert list(tmp_path.iterdir()) == []

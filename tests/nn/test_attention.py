@@ -285,3 +285,28 @@ def test_integer_masks_are_rejected() -> None:
     x = torch.randn(2, 3, 16)
     with pytest.raises(bt.ShapeError, match=r"boolean or floating, got torch\.int64"):
         model["attention"](x, x, x, key_padding_mask=torch.zeros(2, 3, dtype=torch.long))
+
+
+class TestReading:
+    def test_the_packed_weights_can_be_read(self) -> None:
+        dense = nn.MultiheadAttention(8, 2)
+        model = nn.ModuleDict({"attention": copy.deepcopy(dense)})
+        bt.replace_(model, {"attention.k_proj": bt.BTT(rank=2)}, init="project")
+        attention = model["attention"]
+        torch.testing.assert_close(attention.in_proj_weight, dense.in_proj_weight, rtol=1e-4, atol=1e-5)
+        assert attention.in_proj_bias is not None
+        torch.testing.assert_close(attention.in_proj_bias, dense.in_proj_bias)
+        assert not any(key.startswith("in_proj") for key in attention.state_dict())
+
+    def test_without_bias_or_of_several_sizes(self) -> None:
+        model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, bias=False, kdim=6, vdim=4)})
+        bt.replace_(model, {"attention.*": bt.BTT(rank=2)})
+        assert model["attention"].in_proj_weight is None
+        assert model["attention"].in_proj_bias is None
+
+    def test_resetting_keeps_the_projections(self) -> None:
+        model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
+        bt.replace_(model, {"attention.*": bt.BTT(rank=2)})
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        model["attention"]._reset_parameters()  # which loaders call for every nn.MultiheadAttention
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

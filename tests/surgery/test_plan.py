@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,3 +145,44 @@ def test_a_plan_that_names_a_layer_twice() -> None:
     entry = bt.PlanEntry("0", bt.BTT())
     with pytest.raises(bt.PlanError, match="twice"):
         bt.replace_(model, bt.Plan((entry, entry)))
+
+
+class TestFiles:
+    def test_a_plan_is_saved_and_loaded(self, tmp_path: Path) -> None:
+        model = Net()
+        bt.replace_(model, bt.BTT(rank=2))
+        plan = bt.Plan.of(model)
+        path = tmp_path / "new" / "plan.json"
+        plan.save(path)
+        plan.save(str(path))
+        assert bt.Plan.load(path) == bt.Plan.load(str(path)) == plan
+        assert [p.name for p in path.parent.iterdir()] == ["plan.json"], "nothing else is left there"
+        assert bt.Plan.from_json(path.read_text()) == plan
+
+    @pytest.mark.parametrize(
+        ("content", "problem"),
+        [
+            (None, "no plan can be read from"),
+            (b"", "not a buttress plan"),
+            (b"\xff\xfe", "it is not text"),
+            (b"{", "not a buttress plan"),
+            (b"[" * 100_000, "not a buttress plan"),
+            (b'{"format": "buttress-plan", "version": 9, "layers": []}', "version 1 is understood"),
+            (b'{"format": "buttress-plan", "version": 1, "layers": [3]}', "cannot be read"),
+        ],
+    )
+    def test_files_that_are_no_plans(self, content: bytes | None, problem: str, tmp_path: Path) -> None:
+        path = tmp_path / "plan.json"
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(bt.PlanError, match=problem) as error:
+            bt.Plan.load(path)
+        assert "plan.json" in str(error.value)
+        assert "\n" not in str(error.value)
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(bt.PlanError, match="the plan cannot be written to"):
+            bt.Plan().save(tmp_path / "file" / "plan.json")
+        with pytest.raises(bt.PlanError, match="no plan can be read from"):
+            bt.Plan.load(tmp_path)

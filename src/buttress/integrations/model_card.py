@@ -11,6 +11,7 @@ from buttress.errors import PlanError
 from buttress.files import write_text
 from buttress.surgery import Plan, Report
 from buttress.text_table import show
+from buttress.version import __version__
 
 CARD_FILE = "README.md"
 Library = Literal["transformers", "sentence-transformers", "timm"]
@@ -40,6 +41,7 @@ _REQUIREMENTS: dict[Library, str] = {
     "timm": "'timm>=1.0.26'",
 }
 _MAX_FRONT_MATTER = 1 << 16
+_ORIGINAL = "## Card of the original model"
 
 
 def model_card(
@@ -71,7 +73,9 @@ def model_card(
     if library not in _LOADING:
         raise PlanError(f"a model card is written for {', '.join(_LOADING)}, got {library!r}")
     metadata, original = _split_card(existing or "")
-    own_name = "small" if base_model is None else f"{Path(base_model).name}-structured"
+    if "buttress" in (metadata.get("tags") or ()):
+        original = original.partition(_ORIGINAL)[2].strip()  # our own card is replaced, not repeated
+    own_name = "Structured model" if base_model is None else f"{Path(base_model).name}, structured"
     sections = [
         _front_matter(_merged(metadata, library, base_model)),
         f"# {own_name}\n",
@@ -81,7 +85,7 @@ def model_card(
         _layers(rows),
     ]
     if original:
-        sections.append(f"## Card of the original model\n\n{original}\n")
+        sections.append(f"{_ORIGINAL}\n\n{original}\n")
     return "\n".join(s for s in sections if s)
 
 
@@ -111,7 +115,9 @@ def existing_card(folder: Path) -> str | None:
 
 
 def _summary(rows: Report | Plan, base_model: str | None) -> str:
-    origin = "" if base_model is None else f" It was made from {_code(base_model)}."
+    # A folder is named without its path, which is nobody else's business.
+    name = base_model if base_model is None or _is_hub_id(base_model) else Path(base_model).name
+    origin = "" if name is None else f" It was made from {_code(name)}."
     count = len(rows.rows if isinstance(rows, Report) else rows.entries)
     sizes = ""
     if isinstance(rows, Report):
@@ -123,8 +129,6 @@ def _summary(rows: Report | Plan, base_model: str | None) -> str:
 
 
 def _loading(library: Library) -> str:
-    from buttress import __version__
-
     example = _LOADING[library].format(folder="path/to/this/folder")
     return (
         f"## Loading\n\nNeeded: Python >= 3.11, buttress >= {__version__}, and `pip install "
@@ -166,12 +170,16 @@ def _code(text: str) -> str:
 def _merged(metadata: Mapping[str, Any], library: Library, base_model: str | None) -> dict[str, Any]:
     """The original model's metadata with ours; what the new model does not inherit is left out."""
     tags = metadata.get("tags")
-    kept = [tag for tag in tags if tag != "buttress"] if isinstance(tags, list) else []
+    kept = [tag for tag in tags if tag not in ("buttress", "structured-matrices")] if isinstance(tags, list) else []
     merged = {k: v for k, v in metadata.items() if k != "model-index"}  # those numbers are the original model's
     merged |= {"library_name": library, "tags": ["buttress", "structured-matrices", *kept]}
-    if base_model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", base_model):
+    if base_model is not None and _is_hub_id(base_model):
         merged["base_model"] = base_model  # a hub id; a folder of this machine means nothing to others
     return merged
+
+
+def _is_hub_id(name: str) -> bool:
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
 
 
 def _front_matter(metadata: Mapping[str, Any]) -> str:

@@ -9,6 +9,9 @@ from buttress.errors import PlanError
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import StructuredPointwiseConv
 
+_KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
+"""Initializations that leave the layer below as it is; the others write to its weight."""
+
 
 def lora(config: Any) -> Any:
     """Make a peft `LoraConfig` accept structured layers as targets.
@@ -24,6 +27,7 @@ def lora(config: Any) -> Any:
 
     Raises:
         ImportError: If peft is not installed.
+        PlanError: If `init_lora_weights` is one that writes to the layers below, such as "pissa" or "olora".
 
     Example:
         >>> model = get_peft_model(model, lora(LoraConfig(r=8, target_modules=["q_proj"])))
@@ -37,8 +41,15 @@ def lora(config: Any) -> Any:
                 warnings.filterwarnings("ignore", "Unsupported layer type")  # they have all that peft needs
                 super().__init__(*args, **options)
 
+        def update_layer(self, *args: Any, **options: Any) -> None:
+            # The config may have been changed since, and a second adapter has a config of its own.
+            _check_initialization(next((v for v in (*args, *options.values()) if hasattr(v, _INITIALIZATION)), None))
+            super().update_layer(*args, **options)
+
         def merge(self, *args: Any, **options: Any) -> None:
             raise PlanError("an adapter cannot be merged into a structured layer: densify_ the model before adding it")
+
+    _check_initialization(config)
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise PlanError("LoRA has no adapter for a structured convolution: leave it out of target_modules")
@@ -46,3 +57,15 @@ def lora(config: Any) -> Any:
     # The first class that matches decides.
     config._register_custom_module({StructuredPointwiseConv: refuse, StructuredLinear: StructuredLora})
     return config
+
+
+_INITIALIZATION = "init_lora_weights"
+
+
+def _check_initialization(config: Any) -> None:
+    value = getattr(config, _INITIALIZATION, True)
+    if not any(value is kept or (isinstance(kept, str) and value == kept) for kept in _KEEP_THE_BASE):
+        raise PlanError(
+            f"{_INITIALIZATION}={value!r} writes to the weight of the layer below, which a structured layer does not "
+            f"have: use one of {', '.join(map(repr, _KEEP_THE_BASE))}, or densify_ the model first"
+        )

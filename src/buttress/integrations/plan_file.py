@@ -13,10 +13,10 @@ PLAN_FILE = "buttress-plan.json"
 
 def write_plan(model: nn.Module, folder: Path) -> None:
     """Write a model's plan into a folder."""
-    (folder / PLAN_FILE).write_text(Plan.of(model).to_json() + "\n", encoding="utf-8")
+    Plan.of(model).save(folder / PLAN_FILE)
 
 
 def read_plan(folder: Path) -> Plan | None:
     """Read the plan in a model's folder, None if it has none."""
     path = folder / PLAN_FILE
-    return Plan.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return Plan.load(path) if path.is_file() else None

@@ -3,12 +3,12 @@
     buttress.vision.save(model, "small")
     model = buttress.vision.load("small")
 
-A model folder contains timm's own files (config.json and model.safetensors) and the plan. Nothing is unpickled.
+A model folder contains timm's own files (config.json and model.safetensors), the plan and a model card. A folder is
+data: nothing is unpickled, opened elsewhere or downloaded, and sizes are compared before weights are allocated.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from buttress.errors import ButtressError, MissingExtraError, PlanError
+from buttress.errors import ButtressError, PlanError
 from buttress.files import new_folder
+from buttress.integrations.missing import FAILURES, import_failure
+from buttress.integrations.model_card import model_card, write_card
 from buttress.integrations.plan_file import read_plan, write_plan
+from buttress.surgery import Plan
 
 try:
-    import timm
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from timm.models import save_for_hf
-except ImportError as error:
-    raise MissingExtraError(f"buttress.vision needs timm: pip install 'buttress[vision]' ({error})") from error
+
+    from buttress.integrations.timm_config import TimmConfig, checked_arguments, limited_parameters
+    from buttress.integrations.weight_headers import Shapes, saved_shapes
+except FAILURES as error:
+    raise import_failure("buttress.vision", "timm", error) from error
+
+WEIGHTS_FILE = "model.safetensors"
+_SLACK_TENSORS, _SLACK_PARAMETERS = 256, 1 << 28
+_MAX_COMPRESSION = 256
 
 
 def save(model: nn.Module, folder: Path | str, **model_args: Any) -> Path:
-    """Save a timm model to a new folder, atomically.
+    """Save a timm model to a new folder, atomically, with a model card.
 
     Args:
         model: The model, structured or not.
@@ -41,13 +49,17 @@ def save(model: nn.Module, folder: Path | str, **model_args: Any) -> Path:
         The folder.
 
     Raises:
-        PlanError: If the folder is not empty.
+        PlanError: If the folder is not empty, or an argument is not data about the architecture.
 
     Example:
         >>> buttress.vision.save(model, "small", img_size=32)
     """
+    plan = Plan.of(model)
     with new_folder(folder) as part:
         fill(model, part, model_args)
+        if plan.entries:
+            architecture = getattr(model, "pretrained_cfg", None) or {}
+            write_card(part, model_card(plan, library="timm", base_model=architecture.get("architecture")))
     return Path(folder)
 
 
@@ -59,10 +71,15 @@ def fill(model: nn.Module, folder: Path, model_args: Mapping[str, Any]) -> None:
         folder: The folder; files with the same names are overwritten.
         model_args: Arguments of `timm.create_model` other than the name.
 
+    Raises:
+        PlanError: If an argument is not data about the architecture, so that `load` would refuse it.
+
     Example:
         >>> buttress.vision.fill(model, Path("small"), buttress.vision.model_args(Path("original")))
     """
-    save_for_hf(model, str(folder), model_args=dict(model_args), safe_serialization=True)
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in model_args.items()}
+    arguments = checked_arguments(plain, folder / "config.json")
+    save_for_hf(model, str(folder), model_args=arguments, safe_serialization=True)
     write_plan(model, folder)
 
 
@@ -75,16 +92,21 @@ def model_args(folder: Path) -> dict[str, Any]:
     Returns:
         Keywords for `timm.create_model`; empty if none are recorded.
 
+    Raises:
+        PlanError: If the file is missing or damaged, or holds more than data about an architecture.
+
     Example:
         >>> buttress.vision.model_args(Path("small"))
         {'img_size': 32}
     """
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("model_args") or {}
+    return TimmConfig.read(Path(folder)).arguments
 
 
 def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     """Load the model in a timm folder, structured or not.
+
+    The model is built without memory first, and compared with the names and shapes in the weight file. Only then are
+    weights allocated.
 
     Args:
         folder: A folder that `save` or timm has written.
@@ -94,27 +116,48 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
         The model, in eval mode.
 
     Raises:
-        PlanError: If the folder does not hold a timm model in safetensors, or its plan does not fit.
+        PlanError: If the folder does not hold a timm model in safetensors, or config, plan and weights do not belong
+            together.
 
     Example:
         >>> model = buttress.vision.load("small")
     """
     source = Path(folder)
     try:
-        config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        options = {"num_classes": config["num_classes"]} if "num_classes" in config else {}
-        model = timm.create_model(
-            str(config["architecture"]),
-            pretrained=False,
-            pretrained_cfg=dict(config.get("pretrained_cfg") or {}),
-            **options | model_args(source),
-        )
-        plan = read_plan(source)
-        if plan is not None and plan.entries:
-            plan.apply_(model)
-        model.load_state_dict(load_file(source / "model.safetensors"))
-    except ButtressError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise PlanError(f"{source} does not hold a timm model in safetensors: {error}") from error
+        config, plan = TimmConfig.read(source), read_plan(source)
+        shapes = saved_shapes([source / WEIGHTS_FILE])
+        with torch.device("meta"), limited_parameters(4 * len(shapes) + _SLACK_TENSORS):
+            _check_fits(_built(config, plan, shapes), shapes)
+    except ButtressError as error:
+        raise PlanError(f"{source} does not hold a timm model that can be loaded: {error}") from error
+    model = _built(config, plan, shapes)
+    model.load_state_dict(load_file(source / WEIGHTS_FILE))
     return model.to(device).eval()
+
+
+def _built(config: TimmConfig, plan: Plan | None, shapes: Shapes) -> nn.Module:
+    """The model with its layers replaced, and new weights."""
+    model = config.build()
+    dense, saved = (sum(n) for n in ((p.numel() for p in model.parameters()), map(_size, shapes.values())))
+    if dense > max(_MAX_COMPRESSION * saved, _SLACK_PARAMETERS):
+        raise PlanError(
+            f"config.json describes a dense model of {dense:,} parameters, far more than the {saved:,} that were saved"
+        )
+    if plan is not None and plan.entries:
+        plan.apply_(model)
+    return model
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _check_fits(model: nn.Module, shapes: Shapes) -> None:
+    own = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    for key in sorted(own.keys() | shapes.keys()):
+        if own.get(key) != shapes.get(key):
+            raise PlanError(
+                f"its config, plan and weights do not belong together: {key} should have the shape "
+                f"{own.get(key, '(none: the model has no such tensor)')}, but in {WEIGHTS_FILE} it "
+                f"{'is missing' if key not in shapes else f'has {shapes[key]}'}"
+            )

@@ -63,7 +63,7 @@ class ProjectedAttention(nn.MultiheadAttention):
         self.same_embed_dim = source._qkv_same_embed_dim
         # torch's encoder layers check this before they take the fused path.
         self._qkv_same_embed_dim = False
-        for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
             self.register_parameter(name, None)
         self.q_proj: nn.Module = projections["q_proj"]
         self.k_proj: nn.Module = projections["k_proj"]
@@ -76,6 +76,30 @@ class ProjectedAttention(nn.MultiheadAttention):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # nn.MultiheadAttention's own would set _qkv_same_embed_dim to True in old pickles.
         nn.Module.__setstate__(self, state)
+
+    @property
+    def in_proj_weight(self) -> Tensor | None:  # type: ignore[override]
+        """The weights of queries, keys and values as one matrix, computed on each access; for reading only.
+
+        None where queries, keys and values have different sizes.
+        """
+        return self._packed("weight") if self.same_embed_dim else None
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
+        """The biases of queries, keys and values as one vector, computed on each access; for reading only."""
+        return None if self.q_proj.bias is None else self._packed("bias")
+
+    def _packed(self, name: str) -> Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        packed = torch.cat([getattr(projection, name) for projection in projections])
+        # What a loader has noted on every parameter, such as "already initialized", holds for this tensor too.
+        first, *others = (vars(p) for projection in projections for p in projection.parameters())
+        vars(packed).update({k: v for k, v in first.items() if all(k in o and o[k] is v for o in others)})
+        return packed
+
+    def _reset_parameters(self) -> None:
+        """Nothing: the projections are initialized where they are created. Loaders call this for every attention."""
 
     def forward(
         self,

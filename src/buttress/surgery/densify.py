@@ -17,6 +17,7 @@ from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import StructuredPointwiseConv
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
+from buttress.surgery.config_entry import record_plan
 from buttress.surgery.torch_encoders import set_fused_path, structured_encoders
 
 
@@ -53,6 +54,7 @@ def densify_(model: nn.Module) -> nn.Module:
     _tie_weights(_put_dense_layers(model), tied)
     declare_tied_weights(model)
     set_fused_path(encoders, allowed=True)
+    record_plan(model)
     return model
 
 

@@ -1,12 +1,20 @@
-"""PlanEntry: how one layer is replaced, and its form in JSON."""
+"""PlanEntry: how one layer is replaced, and its form in JSON; and the entries of a model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
+from torch import nn
+
 from buttress.core.structures import Structure, parse
 from buttress.errors import PlanError, quoted
+from buttress.inspection.names import unique_modules
+from buttress.inspection.ties import tied_modules
+from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.linear import StructuredLinear
+from buttress.nn.split_linear import SplitLinear
 
 MAX_STD = 1e6
 """Largest standard deviation in a plan: with much larger ones, numbers overflow."""
@@ -39,7 +47,8 @@ class PlanEntry:
 
     def to_row(self) -> dict[str, Any]:
         """The entry as plain data, which can be written as JSON."""
-        return asdict(self) | {"structure": str(self.structure)}
+        row = asdict(self) | {"structure": str(self.structure)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in row.items()}
 
     @classmethod
     def from_row(cls, row: Any) -> PlanEntry:
@@ -89,3 +98,38 @@ def _typed(value: Any, *types: type[T]) -> T:
 
 def _typed_list(values: Any, kind: type[T]) -> tuple[T, ...] | None:
     return None if values is None else tuple(_typed(value, kind) for value in _typed(values, list))
+
+
+def entries_of(model: nn.Module) -> list[PlanEntry]:
+    """The entries that turn the dense model into this one.
+
+    Args:
+        model: A model after surgery.
+
+    Returns:
+        One entry per structured layer, in the model's order.
+    """
+    entries = []
+    split_prefixes: tuple[str, ...] = ()
+    tied = tied_modules(model)
+    for name, module in unique_modules(model):
+        if isinstance(module, SplitLinear):
+            entries.append(_split_entry(name, module))
+            split_prefixes += (f"{name}.",)
+        elif isinstance(module, StructuredEmbedding):
+            entries.append(PlanEntry(name, module.structure, module.normalize, std=module.std, tied=tied.get(name)))
+        elif isinstance(module, StructuredLinear) and not name.startswith(split_prefixes):
+            zero_init = (module.zero_init,)
+            entries.append(PlanEntry(name, module.structure, module.normalize, zero_init, tied=tied.get(name)))
+    return entries
+
+
+def _split_entry(name: str, module: SplitLinear) -> PlanEntry:
+    parts = [p for p in module.parts if isinstance(p, StructuredLinear)]
+    zero_init = tuple(p.zero_init for p in parts)
+    return PlanEntry(name, parts[0].structure, parts[0].normalize, zero_init, module.sizes)
+
+
+def plan_data(entries: Sequence[PlanEntry]) -> dict[str, Any]:
+    """Entries as plain data with the format and its version, which can be written as JSON."""
+    return {"format": "buttress-plan", "version": 1, "layers": [entry.to_row() for entry in entries]}

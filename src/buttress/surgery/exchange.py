@@ -13,6 +13,7 @@ from buttress.inspection.names import join, unique_modules
 from buttress.inspection.sites import Site
 from buttress.inspection.ties import declare_tied_weights, declares_tied_weights
 from buttress.nn.attention import unpacked
+from buttress.surgery.config_entry import record_plan
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.replacement import Initialization, Replacement, build_replacements
 from buttress.surgery.report import Report, count_parameters
@@ -71,6 +72,7 @@ def _put_into(model: nn.Module, replacements: Sequence[Replacement], remaining: 
         # Otherwise transformers would try to tie them again on the next save or load.
         config.tie_word_embeddings = False
     set_fused_path(structured_encoders(model), allowed=False)
+    record_plan(model)
 
 
 def _remaining_parameters(model: nn.Module, removed: Sequence[Site]) -> dict[int, list[str]]:

@@ -6,19 +6,17 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from buttress.errors import ButtressError, PlanError, quoted
-from buttress.inspection.names import suggest, unique_modules
+from buttress.files import write_text
+from buttress.inspection.names import suggest
 from buttress.inspection.obstacles import find_obstacles
 from buttress.inspection.sites import Site, check_not_wrapped, find_sites
-from buttress.inspection.ties import tied_modules
-from buttress.nn.embedding import StructuredEmbedding
-from buttress.nn.linear import StructuredLinear
-from buttress.nn.split_linear import SplitLinear
 from buttress.projection.closed_form import Projection
-from buttress.surgery.entry import PlanEntry
+from buttress.surgery.entry import PlanEntry, entries_of, plan_data
 from buttress.surgery.exchange import apply_entries
 from buttress.surgery.replacement import Init, Initialization, checked_sizes
 from buttress.surgery.report import Report
@@ -61,19 +59,7 @@ class Plan:
             >>> report = replace_(model, BTT(rank=2))
             >>> [entry.name for entry in Plan.of(model).entries]
         """
-        entries = []
-        split_prefixes: tuple[str, ...] = ()
-        tied = tied_modules(model)
-        for name, module in unique_modules(model):
-            if isinstance(module, SplitLinear):
-                entries.append(_split_entry(name, module))
-                split_prefixes += (f"{name}.",)
-            elif isinstance(module, StructuredEmbedding):
-                entries.append(PlanEntry(name, module.structure, module.normalize, std=module.std, tied=tied.get(name)))
-            elif isinstance(module, StructuredLinear) and not name.startswith(split_prefixes):
-                zero_init = (module.zero_init,)
-                entries.append(PlanEntry(name, module.structure, module.normalize, zero_init, tied=tied.get(name)))
-        return cls(tuple(entries))
+        return cls(tuple(entries_of(model)))
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads.
@@ -84,8 +70,7 @@ class Plan:
         Example:
             >>> Path("plan.json").write_text(Plan.of(model).to_json())
         """
-        rows = [entry.to_row() for entry in self.entries]
-        return json.dumps({"format": "buttress-plan", "version": 1, "layers": rows}, indent=2)
+        return json.dumps(plan_data(self.entries), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -121,6 +106,53 @@ class Plan:
         plan = cls(tuple(PlanEntry.from_row(row) for row in rows))
         plan._check_names()
         return plan
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan to a file, completely or not at all.
+
+        Args:
+            path: The file; one that exists is replaced. Its folder is created if it is missing.
+
+        Raises:
+            PlanError: If the file cannot be written.
+
+        Example:
+            >>> Plan.of(model).save("plan.json")
+        """
+        try:
+            write_text(Path(path), self.to_json() + "\n")
+        except OSError as error:
+            raise PlanError(f"the plan cannot be written to {path} ({error.strerror or error})") from None
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Read the plan that `save` wrote.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanError: If the file is missing, cannot be read, or is not a plan.
+
+        Example:
+            >>> report = Plan.load("plan.json").apply_(model)
+        """
+        try:
+            size = Path(path).stat().st_size
+            text = Path(path).read_text(encoding="utf-8") if size <= MAX_TEXT else None
+        except OSError as error:
+            raise PlanError(f"no plan can be read from {path} ({error.strerror or error})") from None
+        except UnicodeDecodeError:
+            raise PlanError(f"{path} is not a buttress plan: it is not text") from None
+        if text is None:
+            raise PlanError(f"{path} is not a buttress plan: it has {size:,} bytes, more than {MAX_TEXT:,}")
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path} cannot be used: {error}") from None
 
     def apply_(
         self,
@@ -196,9 +228,3 @@ class Plan:
                     entry.structure.chain(linear.in_features, d_out)
             except ButtressError as error:
                 raise PlanError(f"{entry.name or '(model)'}: {error}; the model is unchanged") from error
-
-
-def _split_entry(name: str, module: SplitLinear) -> PlanEntry:
-    parts = [p for p in module.parts if isinstance(p, StructuredLinear)]
-    zero_init = tuple(p.zero_init for p in parts)
-    return PlanEntry(name, parts[0].structure, parts[0].normalize, zero_init, module.sizes)

@@ -1,0 +1,101 @@
+"""What buttress changes in transformers: how our config entries are found, and that plans are up to date when it saves.
+
+Both are wrappers around public methods, installed once, and do nothing for models without structured layers.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+from buttress.errors import PlanError
+from buttress.integrations.structured_loader import StructuredConfig
+from buttress.nn.structured import Structured
+from buttress.surgery.config_entry import ATTRIBUTE, is_ours, record_plan
+
+_MARK = "wrapped_by_buttress"
+
+
+def install() -> None:
+    """Install the wrappers, once."""
+    if hasattr(PreTrainedModel.save_pretrained, _MARK):
+        return
+    wrappers: list[tuple[Any, str, Any]] = [
+        (AutoHfQuantizer, "supports_quant_method", lambda original: staticmethod(_finding(original))),
+        (AutoQuantizationConfig, "from_dict", lambda original: staticmethod(_reading(original))),
+        (PreTrainedModel, "save_pretrained", _saving),
+    ]
+    for owner, name, wrapper in wrappers:
+        setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def _finding(original: Any) -> Any:
+    """transformers refuses an entry without "quant_method", which ours lacks so that nothing else loads it."""
+
+    @wraps(original)
+    def supports_quant_method(entry: Any) -> bool:
+        return is_ours(entry) or bool(original(entry))
+
+    return supports_quant_method
+
+
+def _reading(original: Any) -> Any:
+    @wraps(original)
+    def from_dict(entry: dict[str, Any]) -> Any:
+        return StructuredConfig.from_dict(entry) if is_ours(entry) else original(entry)
+
+    return from_dict
+
+
+def _saving(original: Any) -> Any:
+    """Surgery on a part of a model does not know the whole one, whose names are saved."""
+
+    @wraps(original)
+    def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        check_saveable(self)
+        record_plan(self)
+        if _would_be_converted(self):
+            kwargs.setdefault("save_original_format", False)
+        return original(self, *args, **kwargs)
+
+    setattr(save_pretrained, _MARK, True)
+    return save_pretrained
+
+
+def _would_be_converted(model: PreTrainedModel) -> bool:
+    """Whether transformers would join factors of several layers, as it joins weights to the form of older files."""
+    keys = [
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, Structured)
+        for key, _ in module.named_parameters()
+    ]
+    if not keys:
+        return False
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+    converters: list[Any] = [t.reverse_transform() for t in transforms if isinstance(t, WeightConverter)]
+    return any(rename_source_key(key, [], converters)[1] is not None for key in keys)
+
+
+def check_saveable(model: PreTrainedModel) -> None:
+    """Refuse a model that is structured and quantized: config.json has one place for how weights are stored.
+
+    Args:
+        model: The model.
+
+    Raises:
+        PlanError: If the model has both.
+    """
+    entry = getattr(model.config, ATTRIBUTE, None)
+    if entry is not None and not is_ours(entry) and any(isinstance(m, Structured) for m in model.modules()):
+        raise PlanError(
+            "the model is quantized and has structured layers, which one folder cannot describe: save it before it is "
+            "quantized, or densify_ it"
+        )

@@ -1,0 +1,55 @@
+"""Names and shapes in safetensors files, read from their headers before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from buttress.errors import PlanError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def saved_shapes(files: Iterable[Path | str]) -> Shapes:
+    """The shape of every tensor in some files.
+
+    Args:
+        files: The files.
+
+    Returns:
+        Shapes by the names in the files.
+
+    Raises:
+        PlanError: If a file is missing, damaged or not in the safetensors format.
+    """
+    shapes: Shapes = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise PlanError(f"{file} is not a safetensors file: save the model with safetensors")
+        try:
+            with safe_open(str(file), framework="pt") as tensors:
+                shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise PlanError(f"{file} cannot be read as a safetensors file ({error}): save the model again") from None
+    return shapes
+
+
+def check_size(missing: Mapping[str, Iterable[int]], shapes: Shapes) -> None:
+    """Refuse a model that is far larger than its files: new layers are fine, but not more than what was saved.
+
+    Args:
+        missing: Shapes of the parameters that the files do not hold.
+        shapes: Shapes in the files.
+
+    Raises:
+        PlanError: If more parameters are missing than the files hold.
+    """
+    absent, saved = sum(prod(s) for s in missing.values()), sum(prod(s) for s in shapes.values())
+    if absent > saved:
+        raise PlanError(
+            f"the config describes {absent:,} parameters that the files, with {saved:,} in all, do not hold, "
+            f"such as {next(iter(missing))}: the config and the weights do not belong together"
+        )

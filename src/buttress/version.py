@@ -1,0 +1,3 @@
+"""The version of buttress: the one place that states it."""
+
+__version__ = "0.2.0.dev0"
