@@ -158,6 +158,17 @@ def limit_time(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+@contextmanager
+def only(kind: type[ButtressError]) -> Iterator[None]:
+    """Turn every ButtressError of another kind than the promised one into a Failure."""
+    try:
+        yield
+    except kind:
+        raise
+    except ButtressError as error:
+        raise Failure(f"a {type(error).__name__} where only a {kind.__name__} is promised") from error
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How a case ended.

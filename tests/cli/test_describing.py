@@ -33,6 +33,23 @@ def test_tables_for_people(invoke: Invoke) -> None:
     assert "a dense layer has 1,048,576 of each" in invoke("inspect", "btt").out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inspect", "btt", "--d-in", "1000000000000000003"), "at most 2^40 inputs and outputs"),
+        (("inspect", "btt(cores=100000000)"), "cores must be at most 17"),
+        (("inspect", "btt(rank=1000)", "--d-in", "64", "--d-out", "64"), "a rank of 8 represents any matrix"),
+        (("structures", "--width", "1" + "0" * 400), "at most 2^40 inputs and outputs"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_sizes_and_ranks_beyond_use_are_refused(invoke: Invoke, arguments: tuple[str, ...], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())
+    assert len(result.err.splitlines()) <= 3
+
+
 def test_bench_and_check(invoke: Invoke) -> None:
     bench = json.loads(invoke("bench", "4096", "4096", "--tokens", "32768", "--device", "NVIDIA H200", "--json").out)
     assert bench["linear_ms"] > 1

@@ -86,6 +86,15 @@ def test_a_field_of_the_wrong_type_or_an_impossible_value(change: dict[str, Any]
     assert len(str(caught.value)) < 300
 
 
+def test_a_name_of_any_length_is_quoted_in_short() -> None:
+    for change in ({"name": "layer\n" * 100_000}, {"tied": "layer\n" * 100_000}):
+        plan = bt.Plan.from_json(plan_text(ROW | {"name": "blocks.0.mlp.0"} | change))
+        with pytest.raises(bt.PlanError) as caught:
+            plan.apply_(Net())
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 600
+
+
 def test_a_missing_field_is_named() -> None:
     for field in ROW:
         row = {name: value for name, value in ROW.items() if name != field}

@@ -197,15 +197,15 @@ class Plan:
                 raise PlanError(f"{name}: {obstacles[name].reason}; the model is unchanged")
             if name not in sites:
                 raise PlanError(
-                    f"the plan names a layer that the model does not have: {name!r}; {suggest(name, sites)}"
+                    f"the plan names a layer that the model does not have: {quoted(name)}; {suggest(name[:200], sites)}"
                 )
         self._check_names()
         leaders = {e.name for e in self.entries if e.tied is None and e.split is None}
         for e in self.entries:
             if e.tied is not None and (e.split is not None or e.tied not in leaders):
                 raise PlanError(
-                    f"the plan ties {e.name!r} to {e.tied!r}: both must be whole layers of it, and the second not "
-                    "tied itself"
+                    f"the plan ties {quoted(e.name)} to {quoted(e.tied)}: both must be whole layers of it, and the "
+                    "second not tied itself"
                 )
         if not names:
             raise PlanError("nothing to replace: the plan is empty")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from buttress.errors import ButtressError, PlanError
+from buttress.errors import ButtressError, PlanError, quoted
 from buttress.inspection.names import is_conv1d
 from buttress.inspection.sites import Site, whole_model_reason
 from buttress.nn.embedding import StructuredEmbedding
@@ -215,7 +215,7 @@ def checked_sizes(site: Site, entry: PlanEntry, linear: nn.Linear) -> tuple[int,
     if site.by_name_only and len(sizes) > 1:
         raise PlanError(f"the plan splits it, which is for fused linear layers: it is of kind {site.description}")
     if sum(sizes) != linear.out_features:
-        raise PlanError(f"the plan splits it into {sizes}, but it has {linear.out_features} outputs")
+        raise PlanError(f"the plan splits it into {quoted(sizes)}, but it has {linear.out_features} outputs")
     if entry.zero_init is not None and len(entry.zero_init) != len(sizes):
         raise PlanError(f"the plan gives {len(entry.zero_init)} zero starts for {len(sizes)} parts")
     return sizes
