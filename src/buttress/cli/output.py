@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from buttress.files import FileWarning
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
 console = Console(stderr=True)
 """Console for messages and progress bars."""
+NARROWEST = 8
+"""Smallest width of a folded first column."""
 
 
 def say(message: str) -> None:
@@ -33,8 +38,32 @@ def print_json(data: Any) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout."""
-    Console().print(table)
+    """Print a table on stdout. On a narrow terminal its first column is folded, and then the others: nothing is cut."""
+    out = Console()
+    first = table.columns[0]
+    too_wide = out.measure(table).minimum - out.width
+    if too_wide > 0:
+        spare = max(len(str(cell)) for cell in first.cells) - NARROWEST
+        for column in table.columns if too_wide > spare else (first,):
+            column.no_wrap, column.overflow = False, "fold"
+    out.print(table)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Show warnings about files as one line on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", FileWarning)
+        default = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
+            if issubclass(category, FileWarning):
+                console.print(f"[yellow]warning[/]: {escape(str(message))}", highlight=False, soft_wrap=True)
+            else:
+                default(message, category, *place, **options)
+
+        warnings.showwarning = show
+        yield
 
 
 def describe(run: Run) -> str:
@@ -49,12 +78,39 @@ def print_records(records: Iterable[Record], as_json: bool) -> None:
         return print_json([json.loads(r.to_json()) for r in rows])
     experiments = dict.fromkeys(f"{r.run.task}, {r.run.model}" for r in rows)
     table = Table(title="; ".join(experiments))
-    for name in ("structure", "width", "MACs", "parameters", "train error", "test error", "seconds"):
+    columns = RUN_COLUMNS + (LANGUAGE_COLUMNS if is_language(rows) else ERROR_COLUMNS)
+    for name, _ in columns:
         table.add_column(name, justify="left" if name == "structure" else "right", no_wrap=True)
     for r in sorted(rows, key=lambda r: (r.run.structure, r.macs)):
-        results: tuple[str, str, str] = (r.status, "", "")
         if r.status == "done":
-            train_error, test_error, seconds = (r.results[k] for k in ("train_error", "test_error", "seconds"))
-            results = (f"{train_error:.2f} %", f"{test_error:.2f} %", f"{seconds:.1f}")
-        table.add_row(r.run.structure or "dense", str(r.run.width), f"{r.macs:,}", f"{r.params:,}", *results)
+            table.add_row(*(cell(r) for _, cell in columns))
+        else:
+            table.add_row(*(cell(r) for _, cell in RUN_COLUMNS), r.status)
     print_table(table)
+
+
+def is_language(records: Iterable[Record]) -> bool:
+    """Whether all runs that are done are those of language models, which are judged by loss rather than error."""
+    done = [r for r in records if r.status == "done"]
+    return bool(done) and all("head_macs" in r.results for r in done)
+
+
+Column = tuple[str, Callable[[Record], str]]
+
+RUN_COLUMNS: tuple[Column, ...] = (
+    ("structure", lambda r: r.run.structure or "dense"),
+    ("width", lambda r: str(r.run.width)),
+    ("parameters", lambda r: f"{r.params:,}"),
+)
+ERROR_COLUMNS: tuple[Column, ...] = (
+    ("MACs", lambda r: f"{r.macs:,}"),
+    ("train error", lambda r: f"{r.results['train_error']:.2f} %"),
+    ("test error", lambda r: f"{r.results['test_error']:.2f} %"),
+    ("seconds", lambda r: f"{r.results['seconds']:.1f}"),
+)
+LANGUAGE_COLUMNS: tuple[Column, ...] = (
+    ("MACs per token", lambda r: f"{r.macs // r.run.context:,}"),
+    ("train loss", lambda r: f"{r.results['train_loss']:.3f}"),
+    ("validation loss", lambda r: f"{r.results['test_loss']:.3f}"),
+    ("seconds", lambda r: f"{r.results['seconds']:.1f}"),
+)
