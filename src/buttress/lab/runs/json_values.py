@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +12,8 @@ from buttress import ButtressError
 
 MAX_INTEGER = 2**62
 """Largest integer in a file: every count fits, and so do its sums with others in 64 bits."""
+MAX_NUMBER = 1e100
+"""Largest finite number in a file, so that its powers and products stay finite."""
 CHECKSUM = "checksum"
 """Name of the entry that holds the checksum of all other entries."""
 
@@ -125,11 +126,10 @@ def integer(value: object, name: str, low: int = 0, high: int = MAX_INTEGER) -> 
 
 def number(value: object, name: str, *, finite: bool = True) -> float:
     """The value, which must be a number, and a finite one unless stated otherwise."""
-    if type(value) is int and abs(value) <= MAX_INTEGER:
-        return value
-    if type(value) is not float or (finite and not math.isfinite(value)):
-        raise _unexpected(value, name, "a finite number" if finite else "a number")
-    return value
+    is_finite = type(value) in (int, float) and abs(value) <= MAX_NUMBER  # type: ignore[arg-type]
+    if not is_finite and (finite or type(value) is not float):
+        raise _unexpected(value, name, f"a number below {MAX_NUMBER:g}" if finite else "a number")
+    return float(value) if isinstance(value, int) and abs(value) > MAX_INTEGER else value  # type: ignore[return-value]
 
 
 def _unexpected(value: object, name: str, expected: str) -> JsonError:
