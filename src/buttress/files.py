@@ -169,6 +169,9 @@ def flush(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            error.filename = str(path)
+            raise
         finally:
             os.close(descriptor)
 

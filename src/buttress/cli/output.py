@@ -19,7 +19,11 @@ from buttress.lab.runs.records import Record
 console = Console(stderr=True)
 """Console for messages and progress bars."""
 NARROWEST = 8
-"""Smallest width of a folded first column."""
+"""Smallest width of a folded first column while the others keep their width."""
+BORDER = 3
+"""Characters between the contents of two columns."""
+UNBOUNDED = 10_000
+"""Width at which no table is folded."""
 
 
 def say(message: str) -> None:
@@ -38,14 +42,15 @@ def print_json(data: Any) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout. On a narrow terminal its first column is folded, and then the others: nothing is cut."""
+    """Print a table on stdout. On a narrow terminal the first column and headings are folded, then all: none is cut."""
     out = Console()
-    first = table.columns[0]
-    too_wide = out.measure(table).minimum - out.width
-    if too_wide > 0:
-        spare = max(len(str(cell)) for cell in first.cells) - NARROWEST
-        for column in table.columns if too_wide > spare else (first,):
+    if Console(width=UNBOUNDED).measure(table).maximum > out.width:
+        for column in table.columns:
             column.no_wrap, column.overflow = False, "fold"
+        others = [(column, max(len(str(cell)) for cell in column.cells)) for column in table.columns[1:] if table.rows]
+        if NARROWEST + sum(width for _, width in others) + BORDER * len(table.columns) < out.width:
+            for column, width in others:
+                column.min_width = width
     out.print(table)
 
 

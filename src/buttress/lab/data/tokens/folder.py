@@ -161,7 +161,7 @@ def _check(facts: Facts) -> None:
         for name in ("tokens", "documents", "bytes"):
             json_values.integer(counts.get(name), f"{split}.{name}", 1)
     json_values.integer(facts.get("padded"), "padded", vocab)
-    entries = (facts.get("format"), facts.get("dtype"), splits.keys())
+    entries = (facts.get("format"), facts.get("dtype"), set(splits))
     if entries != (FORMAT, dtype_of(vocab).name, set(SPLITS)):
         raise JsonError("its entries do not fit together")
 
