@@ -83,14 +83,14 @@ def print_records(records: Iterable[Record], as_json: bool) -> None:
         return print_json([json.loads(r.to_json()) for r in rows])
     experiments = dict.fromkeys(f"{r.run.task}, {r.run.model}" for r in rows)
     table = Table(title="; ".join(experiments))
-    columns = RUN_COLUMNS + (LANGUAGE_COLUMNS if is_language(rows) else ERROR_COLUMNS)
+    columns = LANGUAGE_COLUMNS if is_language(rows) else ERROR_COLUMNS
     for name, _ in columns:
         table.add_column(name, justify="left" if name == "structure" else "right", no_wrap=True)
     for r in sorted(rows, key=lambda r: (r.run.structure, r.macs)):
         if r.status == "done":
             table.add_row(*(cell(r) for _, cell in columns))
         else:
-            table.add_row(*(cell(r) for _, cell in RUN_COLUMNS), r.status)
+            table.add_row(*(cell(r) for _, cell in columns[:SIZES]), r.status)
     print_table(table)
 
 
@@ -102,20 +102,28 @@ def is_language(records: Iterable[Record]) -> bool:
 
 Column = tuple[str, Callable[[Record], str]]
 
-RUN_COLUMNS: tuple[Column, ...] = (
-    ("structure", lambda r: r.run.structure or "dense"),
-    ("width", lambda r: str(r.run.width)),
-    ("parameters", lambda r: f"{r.params:,}"),
-)
+STRUCTURE: Column = ("structure", lambda r: r.run.structure or "dense")
+WIDTH: Column = ("width", lambda r: str(r.run.width))
+PARAMETERS: Column = ("parameters", lambda r: f"{r.params:,}")
+SECONDS: Column = ("seconds", lambda r: f"{r.results['seconds']:.1f}")
+
+SIZES = 4
+"""Number of columns, from the left, that runs without results have too."""
 ERROR_COLUMNS: tuple[Column, ...] = (
+    STRUCTURE,
+    WIDTH,
     ("MACs", lambda r: f"{r.macs:,}"),
+    PARAMETERS,
     ("train error", lambda r: f"{r.results['train_error']:.2f} %"),
     ("test error", lambda r: f"{r.results['test_error']:.2f} %"),
-    ("seconds", lambda r: f"{r.results['seconds']:.1f}"),
+    SECONDS,
 )
 LANGUAGE_COLUMNS: tuple[Column, ...] = (
+    STRUCTURE,
+    WIDTH,
     ("MACs per token", lambda r: f"{r.macs // r.run.context:,}"),
+    PARAMETERS,
     ("train loss", lambda r: f"{r.results['train_loss']:.3f}"),
     ("validation loss", lambda r: f"{r.results['test_loss']:.3f}"),
-    ("seconds", lambda r: f"{r.results['seconds']:.1f}"),
+    SECONDS,
 )
