@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import buttress as bt
-from buttress.files import locked, new_folder, replacing, write_text
+from buttress.files import leaves, locked, make_folder, new_folder, remove, replacing, write_text
 
 
 class TestReplacing:
@@ -227,3 +227,70 @@ class TestLocked:
             assert granted
             with locked(tmp_path / "lock", wait=False) as again:
                 assert not again, "one holder at a time, in one process too"
+
+
+class TestLinks:
+    def test_removing_does_not_follow_links(self, tmp_path: Path) -> None:
+        precious, folder = tmp_path / "precious", tmp_path / "folder"
+        precious.mkdir()
+        (precious / "file").touch()
+        folder.mkdir()
+        (folder / "inside").symlink_to(precious)
+        (tmp_path / "link").symlink_to(precious)
+        for path in (folder, tmp_path / "link", tmp_path / "absent"):
+            remove(path)
+            assert not path.exists()
+            assert not path.is_symlink()
+        assert (precious / "file").exists()
+
+    def test_which_paths_leave_a_folder(self, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        (folder / "file").touch()
+        (folder / "inner").symlink_to("file")
+        (folder / "outer").symlink_to("../elsewhere")
+        (folder / "loop").symlink_to("loop")
+        (tmp_path / "linked").symlink_to(folder)
+        assert not leaves(folder, folder / "file")
+        assert not leaves(folder, folder / "inner")
+        assert not leaves(folder, folder / "absent")
+        assert leaves(folder, folder / "outer")
+        assert not leaves(tmp_path / "linked", tmp_path / "linked" / "file")
+        assert isinstance(leaves(folder, folder / "loop"), bool)
+
+    def test_a_lock_file_that_is_a_link_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "precious").write_text("content")
+        (tmp_path / "lock").symlink_to(tmp_path / "precious")
+        with pytest.raises(OSError, match="symbolic links"), locked(tmp_path / "lock", wait=False):
+            pass
+        assert (tmp_path / "precious").read_text() == "content"
+
+
+def test_a_lock_on_a_file_that_was_removed_counts_for_nothing(tmp_path: Path) -> None:
+    """Another process may open the file before it is removed, and lock it after."""
+    pytest.importorskip("fcntl", reason="this system has no such locks")
+    import fcntl
+
+    path, flock = tmp_path / "lock", fcntl.flock
+    removed: list[int] = []
+
+    def remove_meanwhile(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        if not removed:
+            removed.append(descriptor)
+            path.unlink()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "flock", remove_meanwhile)
+        with locked(path, wait=False) as granted:
+            assert granted
+            assert path.exists()
+            with locked(path, wait=False) as again:
+                assert not again
+
+
+def test_new_folders_are_flushed_into_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(identity(os.fstat(descriptor))))
+    make_folder(tmp_path / "a" / "b")
+    assert flushed == [identity((tmp_path / "a").stat()), identity(tmp_path.stat())]

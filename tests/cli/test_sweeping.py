@@ -73,3 +73,47 @@ def test_local_processes_by_default() -> None:
 def test_impossible_engines(options: tuple[str, int | None, str | None, None, None], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         engine_of(*options)
+
+
+def damaged_folder(tmp_path: Path) -> Path:
+    """A folder of runs with 12 records, a line that is none, and a run whose record is none."""
+    write_records(tmp_path / "study.jsonl", study())
+    with (tmp_path / "study.jsonl").open("a") as file:
+        file.write("null\n")
+    (tmp_path / "0123456789abcdef").mkdir()
+    (tmp_path / "0123456789abcdef" / "record.json").write_text("[")
+    return tmp_path
+
+
+def test_damaged_records_are_named_and_the_others_reported(tmp_path: Path, invoke: Invoke) -> None:
+    pytest.importorskip("matplotlib", reason="figures need buttress[lab]")
+    done = invoke("report", damaged_folder(tmp_path))
+    assert done.code == 1
+    assert "12 runs" in Path(done.out.strip()).read_text()
+    first, second, summary = done.err.splitlines()
+    assert first.startswith(f"warning: skipped: {tmp_path / 'study.jsonl'}, line 13, is not a valid run record (")
+    assert second.startswith(f"warning: skipped: {tmp_path / '0123456789abcdef' / 'record.json'} is not a valid")
+    assert summary == "damaged records in 2 files were skipped: the output is without them"
+
+
+def test_gathering_records_loses_no_damaged_line(tmp_path: Path, invoke: Invoke) -> None:
+    runs = damaged_folder(tmp_path)
+    out = tmp_path / "elsewhere" / "out.jsonl"
+    done = invoke("records", runs, out)
+    assert (done.code, done.out.strip()) == (1, f"12 records in {out}, which holds 12")
+    before = (runs / "study.jsonl").read_text()
+    done = invoke("records", runs, runs / "study.jsonl")
+    assert done.code == 2
+    assert "study.jsonl, line 13, is not a valid run record" in done.err
+    assert "and would be lost: remove the line, or write to another file" in done.err
+    assert (runs / "study.jsonl").read_text() == before
+
+
+def test_a_report_removes_the_checkpoints_of_runs_that_are_done(tmp_path: Path, invoke: Invoke) -> None:
+    pytest.importorskip("matplotlib", reason="figures need buttress[lab]")
+    for one in study():
+        Store(tmp_path).put(one)
+    left = tmp_path / study()[0].run.key / "checkpoint-100"
+    left.mkdir()
+    assert invoke("report", tmp_path).code == 0
+    assert not left.exists()

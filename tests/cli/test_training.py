@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs buttress[lab]")
 
 from buttress.lab.data import tokens
+from buttress.lab.runs.config import Run
 from command_line import Invoke, run
 from corpora import write_corpus, write_tales
 from language_runs import RUN
@@ -106,3 +107,47 @@ def test_tokens_help_has_an_example(invoke: Invoke) -> None:
     done = invoke("tokens", "--help")
     assert done.code == 0
     assert "Example: buttress tokens train.txt.xz" in " ".join(done.out.split())
+
+
+def test_a_run_that_is_done_says_so(tmp_path: Path, invoke: Invoke) -> None:
+    arguments = ("train", "width=16", "steps=2", "--runs", tmp_path, "--device", "cpu")
+    assert "saved in" in invoke(*arguments).err
+    (folder,) = tmp_path.iterdir()
+    done = invoke(*arguments)
+    assert (done.code, done.err.strip()) == (0, f"already done, record in {folder / 'record.json'}")
+
+
+def test_the_help_of_training_names_every_field(invoke: Invoke) -> None:
+    text = "".join(invoke("train", "--help").out.replace("│", " ").split())
+    assert all(f.name in text for f in fields(Run))
+
+
+@pytest.mark.parametrize("setting", ["steps=99999999999999", "width=1048576", "model=gpt", "model=nonsense"])
+def test_a_rejected_run_is_one_line_and_leaves_no_folder(setting: str, tmp_path: Path, invoke: Invoke) -> None:
+    done = invoke("train", setting, "depth=64", "--runs", tmp_path / "runs", "--device", "cpu", "--tensorboard")
+    assert done.code == 2
+    assert done.err.strip().startswith("error: ")
+    assert "\n" not in done.err.strip()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_is_printed_of_a_sample_that_cannot_be_drawn(tmp_path: Path, invoke: Invoke) -> None:
+    done = invoke("sample", tmp_path, "--prompt", "the cat")
+    assert (done.code, done.out) == (2, "")
+    assert "holds neither a record nor a checkpoint" in done.err
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")])
+def test_a_disk_that_cannot_be_written_to_is_one_line(
+    error: OSError, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: object, *_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "fsync", fail)
+    done = invoke("train", "width=16", "steps=2", "--runs", tmp_path, "--device", "cpu")
+    assert done.code == 2
+    assert done.err.strip().startswith("error: ")
+    assert "\n" not in done.err.strip()
+    assert error.strerror in done.err
+    assert str(tmp_path) in done.err

@@ -10,7 +10,7 @@ import typer
 import buttress as bt
 from buttress.cli import compressing, describing, sweeping, training
 from buttress.cli.extras import install_hint
-from buttress.cli.output import print_error
+from buttress.cli.output import one_line_warnings, print_error
 
 INVALID_USAGE = 2
 
@@ -60,11 +60,12 @@ for _command in (
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 for success, 1 if a run failed or diverged, 2 for invalid usage, which includes missing files and
-    missing extras.
+    Exit codes: 0 for success, 1 if a run failed or diverged, or if damaged records are missing from the output, 2 for
+    invalid usage, which includes missing files and missing extras.
     """
     try:
-        app()
+        with one_line_warnings():
+            app()
     except (bt.ButtressError, OSError) as error:
         print_error(str(error))
         sys.exit(1 if isinstance(error, ArithmeticError) else INVALID_USAGE)

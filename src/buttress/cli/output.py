@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from buttress.files import FileWarning
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
 console = Console(stderr=True)
 """Console for messages and progress bars."""
+NARROWEST = 8
+"""Smallest width of a folded first column while the others keep their width."""
+BORDER = 3
+"""Characters between the contents of two columns."""
+UNBOUNDED = 10_000
+"""Width at which no table is folded."""
 
 
 def say(message: str) -> None:
@@ -33,8 +42,33 @@ def print_json(data: Any) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout."""
-    Console().print(table)
+    """Print a table on stdout. On a narrow terminal the first column and headings are folded, then all: none is cut."""
+    out = Console()
+    if Console(width=UNBOUNDED).measure(table).maximum > out.width:
+        for column in table.columns:
+            column.no_wrap, column.overflow = False, "fold"
+        others = [(column, max(len(str(cell)) for cell in column.cells)) for column in table.columns[1:] if table.rows]
+        if NARROWEST + sum(width for _, width in others) + BORDER * len(table.columns) < out.width:
+            for column, width in others:
+                column.min_width = width
+    out.print(table)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Show warnings about files as one line on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", FileWarning)
+        default = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
+            if issubclass(category, FileWarning):
+                console.print(f"[yellow]warning[/]: {escape(str(message))}", highlight=False, soft_wrap=True)
+            else:
+                default(message, category, *place, **options)
+
+        warnings.showwarning = show
+        yield
 
 
 def describe(run: Run) -> str:
@@ -49,12 +83,47 @@ def print_records(records: Iterable[Record], as_json: bool) -> None:
         return print_json([json.loads(r.to_json()) for r in rows])
     experiments = dict.fromkeys(f"{r.run.task}, {r.run.model}" for r in rows)
     table = Table(title="; ".join(experiments))
-    for name in ("structure", "width", "MACs", "parameters", "train error", "test error", "seconds"):
+    columns = LANGUAGE_COLUMNS if is_language(rows) else ERROR_COLUMNS
+    for name, _ in columns:
         table.add_column(name, justify="left" if name == "structure" else "right", no_wrap=True)
     for r in sorted(rows, key=lambda r: (r.run.structure, r.macs)):
-        results: tuple[str, str, str] = (r.status, "", "")
         if r.status == "done":
-            train_error, test_error, seconds = (r.results[k] for k in ("train_error", "test_error", "seconds"))
-            results = (f"{train_error:.2f} %", f"{test_error:.2f} %", f"{seconds:.1f}")
-        table.add_row(r.run.structure or "dense", str(r.run.width), f"{r.macs:,}", f"{r.params:,}", *results)
+            table.add_row(*(cell(r) for _, cell in columns))
+        else:
+            table.add_row(*(cell(r) for _, cell in columns[:SIZES]), r.status)
     print_table(table)
+
+
+def is_language(records: Iterable[Record]) -> bool:
+    """Whether all runs that are done are those of language models, which are judged by loss rather than error."""
+    done = [r for r in records if r.status == "done"]
+    return bool(done) and all("head_macs" in r.results for r in done)
+
+
+Column = tuple[str, Callable[[Record], str]]
+
+STRUCTURE: Column = ("structure", lambda r: r.run.structure or "dense")
+WIDTH: Column = ("width", lambda r: str(r.run.width))
+PARAMETERS: Column = ("parameters", lambda r: f"{r.params:,}")
+SECONDS: Column = ("seconds", lambda r: f"{r.results['seconds']:.1f}")
+
+SIZES = 4
+"""Number of columns, from the left, that runs without results have too."""
+ERROR_COLUMNS: tuple[Column, ...] = (
+    STRUCTURE,
+    WIDTH,
+    ("MACs", lambda r: f"{r.macs:,}"),
+    PARAMETERS,
+    ("train error", lambda r: f"{r.results['train_error']:.2f} %"),
+    ("test error", lambda r: f"{r.results['test_error']:.2f} %"),
+    SECONDS,
+)
+LANGUAGE_COLUMNS: tuple[Column, ...] = (
+    STRUCTURE,
+    WIDTH,
+    ("MACs per token", lambda r: f"{r.macs // r.run.context:,}"),
+    PARAMETERS,
+    ("train loss", lambda r: f"{r.results['train_loss']:.3f}"),
+    ("validation loss", lambda r: f"{r.results['test_loss']:.3f}"),
+    SECONDS,
+)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from buttress import ButtressError
 from buttress.cli.options import Compiled, Data, Device, Json, Runs, Settings
-from buttress.cli.output import console, print_json, print_records, print_table, say
+from buttress.cli.output import print_json, print_records, print_table, say
 from buttress.cli.progress import SweepBars, bars
 from buttress.lab.recipes import find
 from buttress.lab.recipes import recipes as all_recipes
 from buttress.lab.runs.config import ConfigError, with_fields
-from buttress.lab.runs.records import read_records, write_records
+from buttress.lab.runs.records import scan_records, write_records
 from buttress.lab.runs.store import Store
 from buttress.lab.sweeps.engine import Engine
 from buttress.lab.sweeps.local import Local
 from buttress.lab.sweeps.sweep import sweep as run_sweep
+from buttress.lab.training.loop import remove_leftovers
 from buttress.suggestions import did_you_mean
 
 
@@ -67,9 +70,11 @@ def sweep(
             recipe_runs, Store(runs), on=engine, device=device, data=data, compiled=compiled, listen=listen
         )
     print_records(records, as_json)
-    failed = len(set(recipe_runs)) - sum(record.status == "done" for record in records)
-    if failed:
-        console.print(f"{failed} of {len(recipe_runs)} runs failed: run the same command to try them again")
+    diverged = sum(record.status == "diverged" for record in records)
+    failed = len(set(recipe_runs)) - diverged - sum(record.status == "done" for record in records)
+    counts = ([f"{failed} failed"] if failed else []) + ([f"{diverged} diverged"] if diverged else [])
+    if counts:
+        say(f"of {len(set(recipe_runs))} runs, {' and '.join(counts)}: run the same command to try them again")
         raise typer.Exit(1)
 
 
@@ -126,17 +131,30 @@ def records(
 ) -> None:
     """Gather a folder's run records into one JSON Lines file, and keep the records it already has.
 
-    A run folder that contains such a file counts its runs as done: `report` shows them and `sweep` skips them.
+    A run folder that contains such a file counts its runs as done: `report` shows them and `sweep` skips them. Damaged
+    records are skipped and named, and the exit code is then 1.
     Example: `buttress records runs results/scaling.jsonl --recipe mlp-scaling`
     """
     keys = {run.key for run in find(recipe).runs()} if recipe else None
-    gathered = [r for r in Store(runs) if keys is None or r.run.key in keys]
+    store = Store(runs)
+    gathered = [r for r in store if keys is None or r.run.key in keys]
     if not gathered:
         raise ConfigError(f"{runs} holds no record" + (f" of the recipe {recipe}" if recipe else ""))
-    merged = {r.run.key: r for r in (read_records(out) if out.is_file() else ())} | {r.run.key: r for r in gathered}
+    kept = scan_records(out) if out.is_file() else None
+    if kept is not None and kept.damage:
+        raise ConfigError(f"{kept.damage}, and would be lost: remove the line, or write to another file")
+    merged = {r.run.key: r for r in (kept.records if kept else ())} | {r.run.key: r for r in gathered}
     write_records(out, merged.values())
     share = f" of {len(keys)} runs" if keys else ""
     print(f"{len(gathered)} records{share} in {out}, which holds {len(merged)}")
+    exit_if_skipped(store)
+
+
+def exit_if_skipped(store: Store) -> None:
+    """End the command with code 1 if the store has skipped damaged records, so that a script notices."""
+    if store.skipped:
+        say(f"damaged records in {len(store.skipped)} files were skipped: the output is without them")
+        raise typer.Exit(1)
 
 
 def report(
@@ -148,9 +166,18 @@ def report(
 ) -> None:
     """Write a self-contained HTML page about the runs in a folder.
 
+    Damaged records are skipped and named, and the exit code is then 1.
+
     Example: `buttress report runs`
     """
     from buttress.lab.analysis.report import report as write_report
 
-    path = write_report(Store(runs), out or runs / "report.html", title)
+    store = Store(runs)
+    all_records = list(store)
+    path = write_report(all_records, out or runs / "report.html", title)
     print(path)
+    for record in all_records:
+        if record.status == "done":
+            with suppress(ButtressError):  # a folder that cannot be written to can be reported on
+                remove_leftovers(store, record.run)
+    exit_if_skipped(store)

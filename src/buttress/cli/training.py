@@ -40,7 +40,7 @@ def train(
     wandb: Annotated[str | None, typer.Option(help="Weights & Biases project to log to. Default: none.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one run, or resume it where it stopped.
+    """Train one run, or resume it where it stopped. Run fields that are not set have their defaults.
 
     Example: `buttress train task=digits structure="btt(rank=2)" width=64 steps=500`; with several processes
     `torchrun --nproc-per-node 8 --max-restarts 3 -m buttress train --parallel fsdp task=text model=gpt ...`
@@ -48,6 +48,7 @@ def train(
     run = with_fields(Run(), settings or [])
     store = Store(runs)
     is_main = os.environ.get("RANK", "0") == "0"
+    previous = store.get(run)
     logs: list[Log] = [JsonLines(store.run_folder(run) / "log.jsonl")]
     if tensorboard and is_main:
         logs.append(TensorBoard(store.run_folder(run) / "tensorboard"))
@@ -66,7 +67,10 @@ def train(
         )  # fmt: skip
     if is_main:
         print_records([record], as_json)
-        say(f"saved in {store.run_folder(run)}")
+        if previous is not None and previous.status == "done":
+            say(f"already done, record in {store.place(run)}")
+        else:
+            say(f"saved in {store.run_folder(run)}")
 
 
 def sample(

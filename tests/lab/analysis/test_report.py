@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,10 @@ pytest.importorskip("matplotlib", reason="figures need buttress[lab]")
 import buttress as bt
 from buttress.lab.analysis.report import command, report
 from buttress.lab.recipes import cifar
-from buttress.lab.runs.config import Run
+from buttress.lab.runs.config import Run, with_fields
 from buttress.lab.runs.records import Record, read_records
 from buttress.lab.runs.store import Store
+from lab_runs import RESULTS
 from synthetic_records import record, study
 
 
@@ -103,7 +105,20 @@ class TestReport:
 
     def test_commands_repeat_the_run(self) -> None:
         made = Run(structure="btt(rank=2)", width=128, aware=False, lr=1e-4)
-        assert command(made) == 'buttress train width=128 structure="btt(rank=2)" aware=False lr=0.0001'
+        assert command(made) == "buttress train width=128 'structure=btt(rank=2)' aware=False lr=0.0001"
+
+    @pytest.mark.parametrize(
+        "text",
+        ["$(touch /tmp/x)", "`id`", "a; rm -rf ~", "a'b", 'a"b', "a && b", "a|b > c", "*", "~", "!!", "-x", "a\\b"],
+    )
+    def test_commands_carry_nothing_that_a_shell_would_run(self, text: str) -> None:
+        run = Run(task=text, corpus=text, model=text)
+        echoed = subprocess.run(
+            ["sh", "-c", command(run).replace("buttress train", "printf '%s\\n'", 1)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert echoed.stdout.splitlines() == [f"task={text}", f"corpus={text}", f"model={text}"]
+        assert with_fields(Run(), echoed.stdout.splitlines()) == run
 
     def test_nothing_to_report(self, tmp_path: Path) -> None:
         with pytest.raises(bt.ButtressError, match="there are no records"):
@@ -122,6 +137,43 @@ class TestReport:
         assert done.returncode == 0, done.stderr
         assert picture.stat().st_size > 40_000
         assert "Uncaught" not in done.stderr
+
+    def test_diverged_runs_are_counted_apart_from_failed_ones(self, tmp_path: Path) -> None:
+        others = [Record(Run(width=7), "failed", error="no"), Record(Run(width=8), "diverged", error="too large")]
+        text = report([record(), *others], tmp_path / "page.html").read_text()
+        assert "1 failed. 1 diverged." in text
+        assert "<h2>Failed</h2>" in text
+        assert "<h2>Diverged</h2>" in text
+
+    def test_two_sizes_are_too_few_for_a_power_law(self, tmp_path: Path) -> None:
+        lines = [record(structure, width) for structure in ("", "btt") for width in (64, 128)]
+        text = report(lines, tmp_path / "page.html").read_text()
+        assert text.count("too few points (2 of 3)") == 2
+        assert "±" not in text
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"results": dict.fromkeys(RESULTS, 0.0), "curve": ((1, 0.0, 0.0),)},
+            {"results": dict.fromkeys(RESULTS, -1e99), "macs": 0},
+            {"results": dict.fromkeys(RESULTS, 1e99), "macs": 2**62, "curve": ((2**62, 1e99, 1e99),)},
+            {"results": RESULTS | {"head_macs": 3}, "curve": ()},
+            {"results": RESULTS | {"head_macs": -3, "mfu": 1e99, "feature_update": 0.0, "step_ms": -1}},
+            {
+                "metrics": {
+                    "activation/a": [(0, float("nan")), (5, 1.0)],
+                    "activation/b": [(1, 2.0)],
+                    "median output": [],
+                }
+            },
+            {"metrics": {"activation/a": [], "median output": [(0, float("inf"))]}},
+        ],
+    )
+    def test_every_value_that_a_record_can_hold_gives_a_page(self, change: dict[str, Any], tmp_path: Path) -> None:
+        odd = replace(record(), **change)
+        assert Record.from_json(odd.to_json()).to_json() == odd.to_json(), "it would be read from a file"
+        assert report([odd], tmp_path / "page.html").is_file()
+        assert report([odd, *study()[:5]], tmp_path / "page.html").is_file()
 
     def test_a_failed_study_still_has_a_page(self, tmp_path: Path) -> None:
         text = report([replace(record(), status="failed", error="no")], tmp_path / "page.html").read_text()

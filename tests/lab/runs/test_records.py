@@ -10,7 +10,7 @@ import pytest
 
 import buttress as bt
 from buttress.lab.runs.records import Record, read_record, read_records
-from lab_runs import SMALL
+from lab_runs import RESULTS, SMALL
 
 RECORDS = sorted((Path(__file__).parents[3] / "results" / "h200" / "lab").glob("*.jsonl"))
 
@@ -18,14 +18,14 @@ RECORDS = sorted((Path(__file__).parents[3] / "results" / "h200" / "lab").glob("
 class TestJson:
     def test_it_comes_back(self) -> None:
         metrics = {"test_loss": [(10, 0.5)]}
-        record = Record(SMALL, "done", {"test_error": 1.0}, 3, 4, ((10, 0.5, 2.0),), "", {"device": "x"}, metrics)
+        record = Record(SMALL, "done", RESULTS, 3, 4, ((10, 0.5, 2.0),), "", {"device": "x"}, metrics)
         assert Record.from_json(record.to_json()) == record
 
-    def test_keys_are_those_of_version_0_1(self) -> None:
-        record = Record(SMALL, "done", environment={"device": "x"}, metrics={"test_loss": [(10, 0.5)]})
+    def test_keys_are_those_of_version_0_1_and_a_checksum(self) -> None:
+        record = Record(SMALL, "done", RESULTS, environment={"device": "x"}, metrics={"test_loss": [(10, 0.5)]})
         data = json.loads(record.to_json())
         assert data.keys() == {
-            "run", "status", "results", "params", "macs", "curve", "error", "made_on", "looks", "key",
+            "run", "status", "results", "params", "macs", "curve", "error", "made_on", "looks", "key", "checksum",
         }  # fmt: skip
         assert data["made_on"] == {"device": "x"}
         assert data["looks"] == {"test_loss": [[10, 0.5]]}
@@ -42,7 +42,8 @@ class TestJson:
         ],
     )
     def test_divergence_was_an_error_in_version_0_1(self, status: str, error: str, read: str) -> None:
-        data = json.loads(Record(SMALL, "done").to_json()) | {"status": status, "error": error}
+        data = json.loads(Record(SMALL, "done", RESULTS).to_json()) | {"status": status, "error": error}
+        del data["checksum"]
         record = Record.from_json(json.dumps(data))
         assert (record.status, record.error) == (read, error)
 
@@ -52,6 +53,7 @@ class TestJson:
         for line, record in zip(path.read_text().splitlines(), read_records(path), strict=True):
             old, new = json.loads(line), json.loads(record.to_json())
             old_run, new_run = old.pop("run"), new.pop("run")
+            old.pop("checksum"), new.pop("checksum")  # of the run as it was written, without the fields added since
             assert new == old
             assert new_run == new_run | old_run
 

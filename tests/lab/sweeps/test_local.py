@@ -19,11 +19,21 @@ from buttress.lab.sweeps.engine import SweepEvent
 from buttress.lab.sweeps.local import serve_runs
 from buttress.lab.sweeps.run_queue import RunQueue
 from buttress.lab.sweeps.sweep import sweep
-from lab_runs import DIVERGING, SMALL
+from lab_runs import DIVERGING, RESULTS, SMALL
 from processes import before_training
 
 
 class TestSweep:
+    def test_a_damaged_record_stops_no_other_run(self, tmp_path: Path) -> None:
+        store, run, other = Store(tmp_path), replace(SMALL, steps=5), replace(SMALL, steps=6)
+        store.put(Record(other, "done", RESULTS))
+        path = store.put(Record(run, "done", RESULTS))
+        path.write_text("null\n")
+        records = sweep([run, other], store, device="cpu")
+        assert [r.status for r in records] == ["failed", "done"]
+        assert f"{path} is not a valid run record" in records[0].error
+        assert path.read_text() == "null\n", "it is for the user to remove"
+
     def test_runs_are_skipped_recorded_and_survive_each_other(self, tmp_path: Path) -> None:
         store = Store(tmp_path)
         good = [replace(SMALL, steps=30, seed=s) for s in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -290,12 +291,55 @@ def test_a_killed_sweep_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in before} == before, "what was done was left alone"
 
 
+def listening() -> set[str]:
+    """Addresses on which this process and all that it has started listen."""
+    this = psutil.Process()
+    sockets = [c for process in (this, *this.children(recursive=True)) for c in process.net_connections("inet")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in sockets if c.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("settings")
-def test_a_ray_of_its_own(tmp_path: Path) -> None:
-    (record,) = sweep([SMALL], Store(tmp_path), on=Ray(cpus=0.5), device="cpu")
+def test_a_ray_of_its_own_cannot_be_reached_from_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):  # as users have it
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)
+    addresses: set[str] = set()
+    tokens: list[str] = []
+
+    def listen(event: SweepEvent) -> None:
+        addresses.update(listening())
+        tokens.append(os.environ["RAY_AUTH_TOKEN"])
+
+    (record,) = sweep([SMALL], Store(tmp_path), on=Ray(cpus=0.5), device="cpu", listen=listen)
     assert record.status == "done"
     assert not ray.is_initialized()
+    assert addresses == {"127.0.0.1"}
+    assert len(tokens[0]) == 64
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"} & os.environ.keys()
+
+
+@pytest.mark.parametrize("address", ["192.168.0.7", "127.0.0.1"])
+def test_a_ray_of_its_own_that_could_be_reached_is_not_used(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a Ray: what it is started with, and what happens if it listens elsewhere all the same."""
+    starts: list[dict[str, Any]] = []
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", lambda target, **options: starts.append(options | dict(os.environ)))
+    monkeypatch.setattr(ray, "shutdown", lambda: starts.append({}))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    refused = pytest.raises(ConfigError, match=r"Ray listens on 192\.168\.0\.7 and not on 127\.0\.0\.1 alone")
+    with refused if address != "127.0.0.1" else nullcontext(), engine.connection(None) as own_instance:
+        assert own_instance
+    started, ended = starts
+    assert (started["_node_ip_address"], started["include_dashboard"]) == ("127.0.0.1", False)
+    assert (started["RAY_AUTH_MODE"], len(started["RAY_AUTH_TOKEN"])) == ("token", 64)
+    assert started["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert ended == {}
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from buttress.lab.runs.records import Record
 from buttress.lab.runs.store import Store
 from buttress.lab.sweeps.engine import SweepEvent
 from buttress.lab.sweeps.run_queue import RunQueue
-from lab_runs import SMALL
+from lab_runs import RESULTS, SMALL
 
 
 def test_what_befell_another_machine_is_tried_here(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_what_befell_another_machine_is_tried_here(tmp_path: Path) -> None:
     queue = RunQueue(runs, store)
     store.put(Record(runs[0], "failed", error="DataError: no data here"))
     store.put(Record(runs[1], "diverged", error="the loss is not finite"))
-    store.put(Record(runs[2], "done"))
+    store.put(Record(runs[2], "done", RESULTS))
     shutil.rmtree(store.run_folder(runs[3]))
     events: list[SweepEvent] = []
     taken = []

@@ -8,8 +8,9 @@ import pytest
 
 import buttress as bt
 from buttress.lab.data import load
-from buttress.lab.runs.config import ConfigError
+from buttress.lab.runs.config import ConfigError, Run
 from buttress.lab.training.building import build_model, build_param_groups
+from buttress.lab.training.devices import TooLargeError
 from buttress.lab.training.loop import train
 from lab_runs import SMALL
 
@@ -40,3 +41,9 @@ class TestBuild:
     def test_a_vit_trains_too(self) -> None:
         record = train(replace(SMALL, model="vit", width=16, steps=20), device="cpu")
         assert record.results["train_loss"] < 2.5
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_built() -> None:
+    run = Run(width=2**20, depth=64)
+    with pytest.raises(TooLargeError, match=r"width=1048576, depth=64 has [\d,]+ parameters, which do not fit into"):
+        build_model(run, load("digits"))

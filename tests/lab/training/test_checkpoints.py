@@ -59,7 +59,7 @@ def test_names_are_those_of_version_0_1(tmp_path: Path) -> None:
     tables = {"order", "losses", "errors", "norms", "changes", "generator"}
     assert names == {f"model.{name}" for name in trainer.model.state_dict()} | slots | tables
     metadata = checkpoints.read_metadata(tmp_path / "checkpoint-2")
-    assert metadata.keys() == {"run", "device", "step", "data", "seconds", "looks"}
+    assert metadata.keys() == {"run", "device", "step", "data", "seconds", "looks", "key", "files"}
 
 
 def test_metrics_before_a_checkpoint_are_kept(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import buttress as bt
+from buttress.files import FileWarning, sha256
 from buttress.lab.data import load
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
@@ -18,6 +20,7 @@ from buttress.lab.training.sampling import sample
 from buttress.lab.training.trainer import Trainer
 from buttress.lab.training.weights import write_weights
 from corpora import write_tales
+from lab_runs import RESULTS
 from language_runs import RUN
 
 pytest.importorskip("tokenizers", reason="text is tokenized by the tokenizers library")
@@ -55,19 +58,33 @@ class TestSample:
         train(run, store=Store(tmp_path), device="cpu")
         with pytest.raises(bt.ButtressError, match="only text runs can be sampled"):
             next(sample(tmp_path / run.key, "", data=data))
-        Store(tmp_path).put(Record(RUN, "done", environment={"data": "gpt2 0123"}))
+        Store(tmp_path).put(Record(RUN, "done", RESULTS, environment={"data": "gpt2 0123"}))
         with pytest.raises(bt.ButtressError, match=r"trained on other tokens \(gpt2 0123\)"):
             next(sample(tmp_path / RUN.key, "", data=data))
-        Store(tmp_path).put(Record(RUN, "done", environment={"data": load("text", folder=data).at(RUN).fingerprint}))
+        fingerprint = load("text", folder=data).at(RUN).fingerprint
+        Store(tmp_path).put(Record(RUN, "done", RESULTS, environment={"data": fingerprint}))
         with pytest.raises(bt.ButtressError, match="no weights"):
             next(sample(tmp_path / RUN.key, "", data=data))
-        (tmp_path / RUN.key / "weights.safetensors").write_bytes(b"\x80\x04N.")
-        with pytest.raises(bt.ButtressError, match="cannot be read"):
+        final = tmp_path / RUN.key / "weights.safetensors"
+        final.write_bytes(b"\x80\x04N.")
+        not_verified = pytest.warns(FileWarning, match="no checksum in the run's record: not verified")
+        with pytest.raises(bt.ButtressError, match="cannot be read"), not_verified:
             next(sample(tmp_path / RUN.key, "", data=data))
         wider = Trainer(replace(RUN, width=64), load("text", folder=data), CPU).model
-        write_weights(tmp_path / RUN.key / "weights.safetensors", wider.state_dict())
+        write_weights(final, wider.state_dict())
+        Store(tmp_path).put(Record(RUN, "done", RESULTS, environment={"data": fingerprint}, weights=sha256(final)))
         with pytest.raises(bt.ButtressError, match="weights of another model than the record"):
+            next(sample(tmp_path / RUN.key, "", data=data))
+        final.write_bytes(final.read_bytes()[:-1] + b"!")
+        with pytest.raises(bt.ButtressError, match="does not match the checksum in the run's record"):
             next(sample(tmp_path / RUN.key, "", data=data))
         (tmp_path / RUN.key / "record.json").write_text('{"half": ')
         with pytest.raises(bt.ButtressError, match="not a valid run record"):
             next(sample(tmp_path / RUN.key, "", data=data))
+
+    @pytest.mark.parametrize("wrong", [{"temperature": float("nan")}, {"count": 0}, {"top": 0}, {"seed": -1}])
+    def test_impossible_options_are_refused_before_anything_is_read(
+        self, wrong: dict[str, Any], tmp_path: Path
+    ) -> None:
+        with pytest.raises(bt.ButtressError, match="sampling needs count and top"):
+            sample(tmp_path, "", **wrong)

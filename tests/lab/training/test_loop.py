@@ -21,6 +21,8 @@ from buttress.lab.runs.records import Record
 from buttress.lab.runs.store import Store
 from buttress.lab.training import checkpoints
 from buttress.lab.training.building import build_model
+from buttress.lab.training.devices import TooLargeError
+from buttress.lab.training.divergence import DivergenceError
 from buttress.lab.training.logs import JsonLines
 from buttress.lab.training.loop import Progress, next_pause, train
 from lab_runs import SMALL
@@ -98,3 +100,33 @@ def test_there_are_two_strategies(keyword: str) -> None:
     strategy: dict[str, Any] = {keyword: "dpp"}
     with pytest.raises(ConfigError, match=r"ddp or fsdp, not 'dpp'; did you mean 'ddp'\?"):
         train(SMALL, device="cpu", **strategy)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 931. GiB for an array"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory\nframe #0: x"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity"),
+    ],
+)
+def test_memory_that_does_not_suffice_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("buttress.lab.training.trainer.StepTables", allocate)
+    with pytest.raises(
+        TooLargeError, match=r"this run needs more memory than cpu has \(.*\): choose a smaller"
+    ) as caught:
+        train(SMALL, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_test_loss_that_is_not_finite_is_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, store = replace(SMALL, steps=5), Store(tmp_path)
+    monkeypatch.setattr("buttress.lab.training.evaluation.Evaluator.test", lambda self: (float("nan"), 90.0))
+    with pytest.raises(DivergenceError, match="after the last step, test_loss is not finite"):
+        train(run, store=store, device="cpu")
+    record = store.get(run)
+    assert record is not None
+    assert record.status == "diverged"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal
 
 from buttress.lab.analysis.fits import Point
@@ -105,6 +106,11 @@ def alone(record: Record) -> bool:
 
 
 def largest_activations(record: Record) -> list[tuple[int, float]]:
-    """Pairs of step and largest RMS among all blocks' outputs; empty if the run did not trace them."""
-    blocks = [pairs for name, pairs in record.metrics.items() if name.startswith("activation/")]
-    return [(pairs[0][0], max(size for _, size in pairs)) for pairs in zip(*blocks, strict=True)]
+    """Pairs of step and largest finite RMS among all blocks' outputs; empty if the run did not trace them."""
+    sizes: dict[int, list[float]] = defaultdict(list)
+    for name, pairs in record.metrics.items():
+        if name.startswith("activation/"):
+            for step, size in pairs:
+                if isfinite(size):
+                    sizes[step].append(size)
+    return [(step, max(sizes[step])) for step in sorted(sizes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,7 +14,7 @@ import buttress
 from buttress import ButtressError
 from buttress.files import write_text
 from buttress.lab.analysis import figures, published
-from buttress.lab.analysis.fits import FitError, Point, difference, fit, saving
+from buttress.lab.analysis.fits import MIN_SIZES, FitError, Point, difference, fit, saving
 from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, alone, label, points, tuned
 from buttress.lab.analysis.page import html_figure, html_page, html_table
 from buttress.lab.recipes import find
@@ -63,9 +64,9 @@ def _setting(run: Run) -> Run:
 def _summary(records: Sequence[Record]) -> str:
     done = [r for r in records if r.status == "done"]
     seconds = sum(r.results["seconds"] for r in done)
-    failed = len(records) - len(done)
     text = f"{len(done)} runs, {seconds / 60:.1f} minutes of training, buttress {escape(buttress.__version__)}."
-    return text + (f" {failed} failed." if failed else "")
+    statuses = Counter(r.status for r in records)
+    return text + "".join(f" {statuses[status]} {status}." for status in ("failed", "diverged") if statuses[status])
 
 
 @dataclass(frozen=True)
@@ -197,12 +198,13 @@ def _fits(e: Experiment) -> str:
     for key, line in lines.items():
         try:
             law = fit(line)
-        except FitError:
+        except FitError as error:
+            sizes = len({p.macs for p in line})
+            why = f"too few points ({sizes} of {MIN_SIZES})" if sizes < MIN_SIZES else f"no power law: {error}"
+            rows.append([key.label, why, "", "", ""])
             continue
         cells = [key.label, f"{law.exponent:.3f} ± {law.exponent_error:.3f}", f"{law.low:.3f} .. {law.high:.3f}"]
         rows.append(cells + (["", ""] if key == BASELINE else _comparison(line, base)))
-    if not rows:
-        return ""
     head = ("structure", "exponent", "95 %", "against dense", "fewer MACs for the same error")
     return "<h3>Fits</h3>" + html_table(head, rows)
 
@@ -255,14 +257,19 @@ ERRORS: tuple[Column, ...] = (
     ("examples/s", lambda r: f"{r.results['examples_per_second']:,.0f}"),
 )
 LOSSES: tuple[Column, ...] = (
-    ("head's MACs", lambda r: f"{r.results['head_macs']:,}"),
+    ("head's MACs", lambda r: _optional(r, "head_macs", ",")),
     ("train loss", lambda r: f"{r.results['train_loss']:.3f}"),
     ("validation loss", lambda r: f"{r.results['test_loss']:.3f}"),
     ("seconds", lambda r: f"{r.results['seconds']:.1f}"),
-    ("tokens/s", lambda r: f"{r.results['tokens_per_second']:,.0f}"),
-    ("MFU", lambda r: f"{100 * r.results['mfu']:.1f} %" if "mfu" in r.results else ""),
-    ("peak GiB", lambda r: f"{r.results['peak_gib']:.1f}" if "peak_gib" in r.results else ""),
+    ("tokens/s", lambda r: _optional(r, "tokens_per_second", ",.0f")),
+    ("MFU", lambda r: _optional(r, "mfu", ".1%")),
+    ("peak GiB", lambda r: _optional(r, "peak_gib", ".1f")),
 )
+
+
+def _optional(record: Record, name: str, form: str) -> str:
+    """A result that not every run has; empty if it is missing."""
+    return format(record.results[name], form) if name in record.results else ""
 
 
 def _table(e: Experiment) -> str:
@@ -301,22 +308,21 @@ SECTIONS: tuple[tuple[Callable[[Experiment], bool], Callable[[Experiment], str]]
 
 
 def command(run: Run) -> str:
-    """The command line that trains this run."""
+    """The command line that trains this run, quoted for a shell."""
     values = asdict(run)
-    settings = [f"{f.name}={_quoted(values[f.name])}" for f in fields(Run) if values[f.name] != f.default]
-    return " ".join(["buttress train", *settings])
-
-
-def _quoted(value: object) -> str:
-    text = str(value)
-    return f'"{text}"' if "(" in text else text
+    settings = [f"{f.name}={values[f.name]}" for f in fields(Run) if values[f.name] != f.default]
+    # Values come from records, which anyone may have written: a shell must not interpret them.
+    return shlex.join(["buttress", "train", *settings])
 
 
 def _failures(records: Sequence[Record]) -> str:
-    rows = [(command(r.run), r.error) for r in records if r.status != "done"]
-    if not rows:
-        return ""
-    return "<h2>Failed</h2>" + html_table(("run", "what went wrong"), rows)
+    """Tables of the runs that failed and of those that diverged, which is a result rather than a failure."""
+    out = []
+    for status, title in (("failed", "Failed"), ("diverged", "Diverged")):
+        rows = [(command(r.run), r.error) for r in records if r.status == status]
+        if rows:
+            out.append(f"<h2>{title}</h2>" + html_table(("run", "what went wrong"), rows))
+    return "".join(out)
 
 
 def _machines(records: Sequence[Record]) -> str:

@@ -116,8 +116,17 @@ def train(texts: Iterator[list[str]], vocab: int) -> Codec:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer in a `tokenizer.json`."""
-    return _encoding_everything(_library().Tokenizer.from_file(str(path)))
+    """Load the tokenizer in a `tokenizer.json`.
+
+    Raises:
+        DataError: If the file is no tokenizer.
+    """
+    library = _library()
+    try:
+        tokenizer = library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower type
+        raise DataError(f"the tokenizer {path} cannot be read: {error}") from error
+    return _encoding_everything(tokenizer)
 
 
 def _library() -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from buttress import MissingExtraError
+from buttress.files import sha256
 from buttress.lab.data.base import DataError
 
 CHUNK_BYTES = 4 << 20
@@ -245,12 +246,6 @@ def open_sources(
     if fraction is None:
         sources.append(TextFile(Path(str(val)), 1.0, separator))
     return sources
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fraction(val: Path | str | float) -> float | None:

@@ -50,6 +50,10 @@ class Text(Task):
                 "text needs a token folder: create one with `buttress tokens TEXT... --out FOLDER`, and give the "
                 "folder that contains it as --data or in BUTTRESS_DATA, and its name as corpus="
             )
+        if Path(run.corpus).is_absolute() or ".." in Path(run.corpus).parts:
+            raise DataError(
+                f"the corpus {run.corpus!r} is not inside the data folder: give the folder that contains it as --data"
+            )
         opened = copy.copy(self)
         opened._open(self.folder / run.corpus, run.context)
         return opened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -29,11 +30,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Valid values of the fields that have a fixed set of them."""
 
-POSITIVE = ("width", "depth", "heads", "batch", "steps", "base_width", "context", "accumulate")
-"""Fields that must be at least 1."""
+POSITIVE = {
+    "width": 2**20, "depth": 2**12, "heads": 2**16, "batch": 2**31, "steps": 10**8, "base_width": 2**20,
+    "context": 2**24, "accumulate": 2**31,
+}  # fmt: skip
+"""Fields that must be at least 1, with their largest values: a mistyped number is an error before anything is
+allocated. A run keeps five numbers per step in memory."""
 
 TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float}
 """Types by the annotation of a field; all other fields are strings."""
+
+MAX_TEXT = 1000
+"""Largest length of a text field."""
 
 DESCRIPTIONS: dict[type, str] = {bool: "True or False", int: "an integer", float: "a number", str: "a text"}
 """Types as error messages name them."""
@@ -136,18 +144,30 @@ class Run:
         for f in fields(self):
             value = getattr(self, f.name)
             kind = TYPES.get(str(f.type), str)
-            if kind is float and type(value) is int:
+            if kind is float and type(value) is int and abs(value) <= 2**62:
                 object.__setattr__(self, f.name, float(value))
             elif type(value) is not kind:
-                raise ConfigError(f"{f.name} must be {DESCRIPTIONS[kind]}, got {value!r}")
+                raise ConfigError(f"{f.name} must be {DESCRIPTIONS[kind]}, got {reprlib.repr(value)}")
+            elif isinstance(value, str):
+                self._check_text(f.name, value)
+
+    @staticmethod
+    def _check_text(name: str, value: str) -> None:
+        if len(value) > MAX_TEXT or not value.isprintable():
+            raise ConfigError(
+                f"{name} must be at most {MAX_TEXT} printable characters, got {len(value)}: {reprlib.repr(value)}"
+            )
 
     def _check_values(self) -> None:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in POSITIVE:
+                value = reprlib.repr(getattr(self, name))
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value}")
+        for name, largest in POSITIVE.items():
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if getattr(self, name) > largest:
+                raise ConfigError(f"{name} must be at most {largest:,}, got {reprlib.repr(getattr(self, name))}")
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"lr must be above 0 and finite, got {self.lr}")
         bounds = (
@@ -210,7 +230,7 @@ class Run:
 def _check_name(name: str) -> None:
     names = [f.name for f in fields(Run)]
     if name not in names:
-        raise ConfigError(f"a run has no field {name!r}{did_you_mean(name, names)}")
+        raise ConfigError(f"a run has no field {reprlib.repr(name)}{did_you_mean(name[:MAX_TEXT], names)}")
 
 
 def with_fields(run: Run, settings: Iterable[str]) -> Run:
@@ -245,6 +265,6 @@ def _parse_value(name: str, text: str, annotation: str) -> Any:
         return text
     try:
         return ast.literal_eval(text.capitalize() if annotation == "bool" else text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         expected = "True or False" if annotation == "bool" else "a number"
-        raise ConfigError(f"{name} takes {expected}, got {text!r}") from None
+        raise ConfigError(f"{name} takes {expected}, got {reprlib.repr(text)}") from None

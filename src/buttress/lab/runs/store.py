@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from buttress import ButtressError
-from buttress.files import locked, write_text
+from buttress.files import FileWarning, leaves, locked, write_text
 from buttress.lab.runs.config import Run
-from buttress.lab.runs.records import Record, read_record, read_records
+from buttress.lab.runs.records import Record, RecordError, parse_record_file, scan_records, warn_unverified
 
 
 class RunInUseError(ButtressError):
@@ -22,11 +23,11 @@ class Store:
     Every file is written atomically. JSON Lines files in the folder, as `write_records` writes them, count too: a run
     that has a record there is not trained again. A record in a run's own subfolder takes precedence.
 
+    Damaged records are skipped, with a warning that names them; `skipped` lists them. Records without a checksum, as
+    version 0.1 wrote them, are used, with one warning for the whole store.
+
     Args:
         folder: The folder; it need not exist yet.
-
-    Raises:
-        ButtressError: If a JSON Lines file in the folder contains anything other than records.
 
     Example:
         >>> store = Store("runs")
@@ -36,16 +37,59 @@ class Store:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self.archived = {r.run.key: r for path in sorted(self.folder.glob("*.jsonl")) for r in read_records(path)}
+        self.skipped: list[str] = []
+        """One line about each file with damaged records that were skipped."""
+        self.archived: dict[str, Record] = {}
+        """Records in JSON Lines files by the key of their run."""
+        self._warned_unverified = False
+        unverified = sum(self._read_archive(path) for path in sorted(self.folder.glob("*.jsonl")))
+        self._note_unverified(unverified)
+
+    def _read_archive(self, path: Path) -> int:
+        """Add the records of a JSON Lines file; the result is the number of those without a checksum."""
+        try:
+            if leaves(self.folder, path):
+                raise RecordError("it is a link that leaves its folder")
+            scan = scan_records(path)
+        except (OSError, RecordError) as error:
+            self._skip(f"{path} cannot be read ({error})")
+            return 0
+        self.archived |= {record.run.key: record for record in scan.records}
+        if scan.damage:
+            self._skip(scan.damage)
+        return scan.unverified
+
+    def _skip(self, problem: str) -> None:
+        if problem not in self.skipped:
+            self.skipped.append(problem)
+            warnings.warn(f"skipped: {problem}", FileWarning, stacklevel=4)
+
+    def _note_unverified(self, count: int) -> None:
+        if count and not self._warned_unverified:
+            self._warned_unverified = True
+            warn_unverified(str(self.folder), count, stacklevel=4)
 
     def run_folder(self, run: Run) -> Path:
         """The run's subfolder, which may not exist yet."""
         return self.folder / run.key
 
-    def get(self, run: Run) -> Record | None:
-        """The run's record, or None if it has none."""
+    def place(self, run: Run) -> Path:
+        """Where the run's record is: its own file, or else the store's folder, one of whose JSON Lines files has it."""
         path = self._record_path(run)
-        return read_record(path) if path.is_file() else self.archived.get(run.key)
+        return path if path.is_file() else self.folder
+
+    def get(self, run: Run) -> Record | None:
+        """The run's record, or None if it has none.
+
+        Raises:
+            RecordError: If the record in the run's subfolder is damaged, or belongs to another run.
+        """
+        path = self._record_path(run)
+        if not path.is_file():
+            return self.archived.get(run.key)
+        record, verified = parse_record_file(path, run)
+        self._note_unverified(not verified)
+        return record
 
     def put(self, record: Record) -> Path:
         """Write a record into its run's subfolder and return the path."""
@@ -106,8 +150,7 @@ class Store:
 
     @contextmanager
     def _lock(self, run: Run, name: str) -> Iterator[bool]:
-        path = self.run_folder(run) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path, is_new = self.run_folder(run) / name, not self.folder.exists()
         with ExitStack() as stack:
             try:
                 granted = stack.enter_context(locked(path, wait=False))
@@ -116,11 +159,36 @@ class Store:
                     f"{path} cannot be locked ({error}), and two processes must not train one run: mount the shared "
                     "disk with support for flock, or keep runs elsewhere"
                 ) from error
-            yield granted
+            try:
+                yield granted
+            finally:
+                if granted:
+                    self._remove_if_unused(path, is_new)
+
+    def _remove_if_unused(self, lock: Path, is_new: bool) -> None:
+        """Remove a run's folder in which nothing but the lock was written, as for a run that is rejected."""
+        with suppress(OSError):  # not empty any more, or a system that does not remove open files
+            if [path.name for path in lock.parent.iterdir()] == [lock.name]:
+                lock.unlink()
+                lock.parent.rmdir()
+                if is_new:
+                    self.folder.rmdir()
 
     def __iter__(self) -> Iterator[Record]:
         """All records, each run once."""
-        own = {r.run.key: r for r in map(read_record, sorted(self.folder.glob("*/record.json")))}
+        own: dict[str, Record] = {}
+        unverified = 0
+        for path in sorted(self.folder.glob("*/record.json")):
+            try:
+                record, verified = parse_record_file(path)
+                if record.run.key != path.parent.name:
+                    raise RecordError(f"{path} is the record of another run, {record.run.key}: remove its folder")
+            except RecordError as error:
+                self._skip(str(error))
+                continue
+            own[record.run.key] = record
+            unverified += not verified
+        self._note_unverified(unverified)
         yield from (self.archived | own).values()
 
     def _record_path(self, run: Run) -> Path:

@@ -8,13 +8,15 @@ failed by itself.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
+import secrets
 import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ try:
 except ImportError as error:
     raise MissingExtraError(f"sweeps on many machines need Ray: pip install 'buttress[ray]' ({error})") from error
 
+LOOPBACK = "127.0.0.1"
+"""Address of a Ray instance that is started for a sweep: other machines cannot reach it."""
 MAX_RETRIES = 3
 """Maximum number of retries of a run whose machine or process was lost."""
 LOCK_SECONDS = 120.0
@@ -50,7 +54,8 @@ class Ray(Engine):
 
     Args:
         address: Address of the cluster. Default: $RAY_ADDRESS, or else a local Ray instance that is started for the
-            sweep. A connection that the process already has is used as it is.
+            sweep; it listens on the loopback interface alone and asks for a token. A connection that the process
+            already has is used as it is.
         cpus: CPUs per run; may be a fraction.
         gpus: GPUs per run, between 0 and 1. Default: 1 if the cluster has a GPU and the sweep's device is not the CPU,
             else 0.
@@ -303,21 +308,75 @@ def connection(address: str | None) -> Iterator[bool]:
     target = address or os.environ.get("RAY_ADDRESS") or "local"
     # The output of workers is in Ray's own logs; stdout is for results.
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if target == "local":
-        ray.init(target, include_dashboard=False, **quiet)
-    else:
+    with loopback_only() if target == "local" else nullcontext():
+        if target == "local":
+            ray.init(target, include_dashboard=False, _node_ip_address=LOOPBACK, **quiet)
+        else:
+            _connect(target, quiet)
         try:
-            _check_reachable(target)
-            ray.init(target, **quiet)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no Ray cluster answers at {target!r} ({error}): start one with `ray start --head`, or give no "
-                "address to use this machine alone"
-            ) from error
+            if target == "local":
+                _check_loopback()
+            yield target == "local"
+        finally:
+            ray.shutdown()
+
+
+def _connect(address: str, options: dict[str, Any]) -> None:
     try:
-        yield target == "local"
+        _check_reachable(address)
+        ray.init(address, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address!r} ({error}): start one with `ray start --head`, or give no "
+            "address to use this machine alone"
+        ) from error
+
+
+@contextmanager
+def loopback_only() -> Iterator[None]:
+    """Start Ray for this machine alone: it listens on the loopback interface, and asks for a token of this sweep.
+
+    An explicit RAY_AUTH_MODE is respected.
+    """
+    # Ray has these settings in its environment alone: for its processes, and for this one where it has read them
+    # already. Its setting about other systems is the one that makes it use the loopback address.
+    settings = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    if "RAY_AUTH_MODE" not in os.environ:
+        settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in settings}
+    constants = ray._private.ray_constants
+    could_be_reached = constants.ENABLE_RAY_CLUSTER
+    os.environ.update(settings)
+    constants.ENABLE_RAY_CLUSTER = False
+    _read_settings()
+    try:
+        yield
     finally:
-        ray.shutdown()
+        constants.ENABLE_RAY_CLUSTER = could_be_reached
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        _read_settings()
+
+
+def _read_settings() -> None:
+    """Make Ray read its settings in the environment again, in this process."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _check_loopback() -> None:
+    """Check that the local Ray instance cannot be reached from other machines."""
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        raise ConfigError(
+            f"Ray listens on {address} and not on {LOOPBACK} alone, so other machines could reach it: use --on local, "
+            "or start a cluster with `ray start` and give its address"
+        )
 
 
 def _check_reachable(address: str) -> None:

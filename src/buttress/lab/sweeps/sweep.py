@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from buttress.lab.runs.config import Run
-from buttress.lab.runs.records import Record
+from buttress.lab.runs.records import Record, RecordError
 from buttress.lab.runs.store import Store
 from buttress.lab.sweeps.engine import Engine, Job, Listener, SweepEvent
 from buttress.lab.sweeps.local import Local
+from buttress.lab.training.loop import remove_leftovers
 
 
 def sweep(
@@ -33,7 +34,8 @@ def sweep(
     """Train every run that has no record yet.
 
     The largest runs are trained first, so that the sweep does not end with one of them alone. Sweeps of the same runs
-    in the same store share them; each of them returns when all runs have records.
+    in the same store share them; each of them returns when all runs have records. A run whose record is damaged is not
+    trained: it counts as failed, and its error says which file to remove.
 
     Args:
         runs: The runs; repeated ones count once.
@@ -63,11 +65,17 @@ def sweep(
             listen(event)
 
     for run in sorted(distinct, key=lambda r: (-r.steps * r.width * r.batch, r.key)):
-        record = store.get(run)
-        if record is None or (record.status != "done" and retry):
-            pending.append(run)
+        try:
+            record = store.get(run)
+        except RecordError as error:
+            record = Record(run, "failed", error=str(error))  # it is for the user to remove: it may be another's
         else:
-            notify(SweepEvent(run, record=record))
+            if record is None or (record.status != "done" and retry):
+                pending.append(run)
+                continue
+        if record.status == "done":
+            remove_leftovers(store, run)
+        notify(SweepEvent(run, record=record))
     if pending:
         job = Job(device, str(Path(data).absolute()) if data else None, compiled)
         (on or Local(workers)).train(pending, job, store, notify)

@@ -14,6 +14,7 @@ from buttress import Structure, param_groups, parse, replace_
 from buttress.lab.data import Task
 from buttress.lab.models import GPT, MLP, ViT, start_
 from buttress.lab.runs.config import ConfigError, Layers, Run
+from buttress.lab.training.devices import TooLargeError, host_memory
 from buttress.suggestions import did_you_mean
 
 Build = Callable[[Run, int, tuple[int, ...], int], nn.Module]
@@ -59,12 +60,26 @@ def build_model(run: Run, task: Task, device: torch.device | str = "cpu") -> nn.
 
     Raises:
         ConfigError: If there is no such model, or it cannot read the task's inputs.
+        TooLargeError: If this machine has not enough memory for the dense model.
     """
+    check_size(run, task)
     torch.manual_seed(run.seed)
     model = _build_dense(run, run.width, task)
     if run.structure:
         replace_(model, layer_plan(run.layers, parse(run.structure)), normalize=run.normalize)
     return model.to(device)
+
+
+def check_size(run: Run, task: Task) -> None:
+    """Check that the dense model, in which layers are replaced, fits into memory. Nothing is allocated."""
+    memory = host_memory()
+    with torch.device("meta"):
+        params = sum(p.numel() for p in _build_dense(run, run.width, task).parameters())
+    if memory is not None and 4 * params > memory:
+        raise TooLargeError(
+            f"a dense {run.model} of width={run.width}, depth={run.depth} has {params:,} parameters, which do not fit "
+            f"into the {memory / 2**30:.0f} GiB of this machine: choose a smaller width or depth"
+        )
 
 
 def layer_plan(layers: Layers, structure: Structure) -> Structure | dict[str, Structure | None]:

@@ -105,6 +105,14 @@ class ProcessGroup:
         if self.strategy == "fsdp":
             model.reshard()
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in the main process; elsewhere an empty list."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, values)
+        return values or []
+
     def barrier(self) -> None:
         """Wait until all processes have called this."""
         if self.size > 1:

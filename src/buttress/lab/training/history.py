@@ -16,7 +16,7 @@ class MetricHistory:
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        self.metrics = {name: [(int(s), float(v)) for s, v in pairs] for name, pairs in metrics.items()}
+        self.metrics = {name: list(pairs) for name, pairs in metrics.items()}
 
     def measure(self, trainer: Trainer, log: Log | None) -> None:
         """Measure norms and evaluate, if either is due at the trainer's step.

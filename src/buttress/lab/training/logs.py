@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buttress import MissingExtraError
-from buttress.files import write_text
+from buttress import ButtressError, MissingExtraError
+from buttress.files import FileWarning, leaves, replacing
+from buttress.lab.runs import json_values
+from buttress.lab.runs.json_values import JsonError
+from buttress.lab.runs.records import SHOWN_LINES
 
 
 class Log(ABC):
@@ -21,7 +25,7 @@ class Log(ABC):
         """Log the values of a step, by name."""
 
     def rewind(self, step: int) -> None:  # noqa: B027  (optional)
-        """Remove all values after `step`, at which the run resumes."""
+        """Remove all values after `step`, at which the run resumes; -1 if it starts from the beginning."""
 
 
 class JsonLines(Log):
@@ -29,10 +33,15 @@ class JsonLines(Log):
 
     Args:
         path: The file; lines are appended to it.
+
+    Raises:
+        ButtressError: If it is a link that leaves its folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if leaves(path.parent, path):
+            raise ButtressError(f"{path} is a link that leaves its folder: remove it")
 
     def write(self, step: int, **values: float) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,15 +49,31 @@ class JsonLines(Log):
             file.write(json.dumps({"step": step, **values}) + "\n")
 
     def rewind(self, step: int) -> None:
-        if self.path.is_file():
-            lines = _complete_lines(self.path)
-            write_text(self.path, "".join(line for line in lines if json.loads(line)["step"] <= step))
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            lines = file.readlines()
+        # A killed process may leave its last line incomplete; it is written again.
+        steps = [_step(line) for line in (lines if lines and lines[-1].endswith(b"\n") else lines[:-1])]
+        damaged = [number for number, at in enumerate(steps, 1) if at is None]
+        if damaged:
+            numbers = ", ".join(map(str, damaged[:SHOWN_LINES])) + (" ..." if len(damaged) > SHOWN_LINES else "")
+            warnings.warn(
+                f"{self.path}: {len(damaged)} damaged lines were removed ({numbers}); the run does not need them",
+                FileWarning,
+                stacklevel=2,
+            )
+        kept = (line for line, at in zip(lines, steps, strict=False) if at is not None and at <= step)
+        with replacing(self.path) as part:
+            part.write_bytes(b"".join(kept))
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """The lines of a file, without one that a killed process left incomplete."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [line for line in lines if line.startswith("{") and line.endswith("}\n")]
+def _step(line: bytes) -> int | None:
+    """The step of a line; None if the line is damaged."""
+    try:
+        return json_values.integer(json_values.parse_object(line).get("step"), "step")
+    except JsonError:
+        return None
 
 
 class TensorBoard(Log):
@@ -67,13 +92,15 @@ class TensorBoard(Log):
         except ImportError:
             raise MissingExtraError("TensorBoard logs need tensorboard: pip install tensorboard") from None
         self.open: Callable[..., Any] = partial(SummaryWriter, str(folder))
-        self.writer = self.open()
+        self.writer: Any = None  # opened when the run starts: a run that is rejected leaves no files
 
     def rewind(self, step: int) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
         self.writer = self.open(purge_step=step + 1)
 
     def write(self, step: int, **values: float) -> None:
+        self.writer = self.writer or self.open()
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()

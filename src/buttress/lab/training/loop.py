@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 from buttress.lab.runs.store import Store
 from buttress.lab.training import checkpoints
-from buttress.lab.training.devices import resolve_device
+from buttress.lab.training.devices import resolve_device, translate_memory_errors
 from buttress.lab.training.distributed import ProcessGroup, process_group
 from buttress.lab.training.divergence import DivergenceError, diagnose
 from buttress.lab.training.graph import side_stream
@@ -106,7 +107,9 @@ def train(
         ConfigError: If the run cannot be trained as configured.
         RunInUseError: If another process is training the run.
         DivergenceError: If the loss is not finite, or too large to recover.
-        CheckpointError: If a checkpoint cannot be written or read.
+        CheckpointError: If a checkpoint cannot be written or read, or is damaged.
+        RecordError: If the run's record in the store is damaged, or that of another run.
+        TooLargeError: If the run needs more memory than its device has.
         PeerLostError: If another process of the run was lost.
 
     Example:
@@ -114,7 +117,11 @@ def train(
         >>> record.results["test_error"]
     """
     options = TrainOptions(resolve_device(device), data, compiled, watch, log, checkpoint_seconds, at_once)
-    with process_group(way or parallel, options.device) as group, group.translate_comm_errors():
+    with (
+        process_group(way or parallel, options.device) as group,
+        group.translate_comm_errors(),
+        translate_memory_errors(options.device),
+    ):
         if not group.is_main:
             options = replace(options, watch=None, log=None)
         if store is None:
@@ -124,7 +131,11 @@ def train(
                 raise store.in_use(run)
             record = store.get(run)
             group.barrier()  # every process has read the record before one of them can write it
-            if record is not None and record.status == "done":
+            done = record is not None and record.status == "done"
+            if group.is_main:
+                checkpoints.clean_up(store.run_folder(run), done=done)
+            group.barrier()
+            if record is not None and done:
                 return record
             return _train_in_store(run, store, options, group)
 
@@ -140,12 +151,27 @@ def _train_in_store(run: Run, store: Store, options: TrainOptions, group: Proces
             store.put(error.record(run))
         raise
     if loop.trainer.task.language:
-        save_weights(folder, loop.trainer.model, group)
+        record = replace(record, weights=save_weights(folder, loop.trainer.model, group))
     if group.is_main:
         store.put(record)
         checkpoints.clear(folder)
     group.barrier()
     return record
+
+
+def remove_leftovers(store: Store, run: Run) -> None:
+    """Remove the checkpoints of a run that is done, which a process that was killed after the last step has left.
+
+    Args:
+        store: The store.
+        run: The run, which has a record that it is done.
+    """
+    folder = store.run_folder(run)
+    if checkpoints.latest(folder) is None and not any(folder.glob("*.part")):
+        return
+    with store.lock(run) as granted:
+        if granted:
+            checkpoints.clean_up(folder, done=True)
 
 
 class TrainingLoop:
@@ -172,7 +198,8 @@ class TrainingLoop:
         self.step_seconds: list[float] = []
         """Mean time per step in each window."""
         if options.log is not None:
-            options.log.rewind(self.trainer.step)
+            # A run without a checkpoint measures again what it has logged at step 0.
+            options.log.rewind(self.trainer.step if metadata else -1)
         self.started = self.last_saved = time.perf_counter()
 
     def run_to_end(self) -> Record:
@@ -190,13 +217,16 @@ class TrainingLoop:
                 self._train_window()
                 self.history.measure(self.trainer, self.options.log)
                 self._save_if_due()
-        return build_record(
+        record = build_record(
             self.trainer,
             seconds=self._seconds(),
             step_ms=1e3 * median(self.step_seconds or [0.0]),
             at_once=self.options.at_once,
             metrics=self.history.metrics,
         )
+        if not all(map(isfinite, record.results.values())):
+            raise self._with_history(_not_finite(record, self.run), self.run.steps)
+        return record
 
     def _train_window(self) -> None:
         """Train to the next pause, check the losses and report them."""
@@ -254,3 +284,8 @@ def _too_large(loss: float, trainer: Trainer) -> DivergenceError:
         f"the loss is {loss:.3g} at step {trainer.step}, above the divergence threshold of "
         f"{trainer.task.divergence_threshold:.3g}. Try a smaller lr than {trainer.run.lr:g}"
     )
+
+
+def _not_finite(record: Record, run: Run) -> DivergenceError:
+    names = ", ".join(name for name, value in record.results.items() if not isfinite(value))
+    return DivergenceError(f"after the last step, {names} is not finite. Try a smaller lr than {run.lr:g}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from pathlib import Path
 
 import torch
@@ -18,6 +21,7 @@ from buttress.lab.runs.records import read_record
 from buttress.lab.training import checkpoints, weights
 from buttress.lab.training.building import build_model
 from buttress.lab.training.devices import resolve_device
+from buttress.lab.training.distributed import SINGLE_PROCESS
 
 
 def sample(
@@ -33,6 +37,8 @@ def sample(
 ) -> Iterator[str]:
     """Continue a prompt, until `count` tokens or the end of the text.
 
+    Everything is checked and loaded before this returns; the tokens are drawn as they are taken.
+
     Args:
         folder: One run's folder, with its final weights or a checkpoint.
         prompt: Text to continue; if empty, start a new text.
@@ -43,13 +49,20 @@ def sample(
         data: The data folder with the run's corpus, whose tokenizer reads the prompt. Default: $BUTTRESS_DATA.
         device: A device such as "cpu" or "cuda:1". Default: a GPU if there is one.
 
-    Yields:
+    Returns:
         The text, piece by piece.
 
     Raises:
-        ButtressError: If the folder is not that of a text run, has no weights, or was trained on other tokens.
+        ButtressError: If the folder is not that of a text run, has no intact weights, or was trained on other tokens,
+            or if an argument is impossible.
     """
-    run, fingerprint = _read_run(folder)
+    if not (count >= 1 and top >= 1 and 0 <= temperature < inf and 0 <= seed < 2**62):
+        raise ButtressError(
+            f"sampling needs count and top of 1 or more, and a temperature and a seed of 0 or more: "
+            f"got {count}, {top}, {temperature:g}, {seed}"
+        )
+    source = _read_source(folder)
+    run, fingerprint = source.run, source.fingerprint
     target = resolve_device(device)
     task = load(run.task, target, data).at(run)
     if not isinstance(task, Text):
@@ -61,7 +74,7 @@ def sample(
         )
     model = build_model(run, task, target)
     assert isinstance(model, GPT)
-    _load_weights(model, folder)
+    _load_weights(model, source, target)
     tokens = task.tokens
     # Without a prompt the model starts a new document.
     ids = tokens.encode(prompt) or [tokens.end]
@@ -69,7 +82,7 @@ def sample(
     stream = model.eval().sample(
         torch.tensor([ids], device=target), vocab=tokens.vocab, temperature=temperature, top=top, generator=generator
     )
-    yield from _text_pieces(islice(stream, count), tokens.decode, tokens.end)
+    return _text_pieces(islice(stream, count), tokens.decode, tokens.end)
 
 
 def _text_pieces(stream: Iterable[Tensor], decode: Callable[[list[int]], str], end: int) -> Iterator[str]:
@@ -87,34 +100,60 @@ def _text_pieces(stream: Iterable[Tensor], decode: Callable[[list[int]], str], e
             emitted = text
 
 
-def _read_run(folder: Path) -> tuple[Run, str]:
-    """The run, and the fingerprint of the data that it was trained on."""
+@dataclass(frozen=True)
+class Source:
+    """A run's folder, and what its record or else its last checkpoint says about it."""
+
+    folder: Path
+    run: Run
+    fingerprint: str
+    """Fingerprint of the data that the run was trained on."""
+    weights: str = ""
+    """Checksum of the final weights."""
+
+
+def _read_source(folder: Path) -> Source:
     path = folder / "record.json"
     if path.is_file() and (record := read_record(path)).status == "done":
-        return record.run, record.environment.get("data", "")
+        return Source(folder, record.run, record.environment.get("data", ""), record.weights)
     checkpoint = checkpoints.latest(folder)
     if checkpoint is None:
         raise ButtressError(f"{folder} holds neither a record nor a checkpoint: give one run's folder, runs/KEY")
     metadata = checkpoints.read_metadata(checkpoint)
-    return Run.from_json(metadata["run"]), metadata["data"]
-
-
-def _load_weights(model: GPT, folder: Path) -> None:
-    """Load the final weights, or else those of the last checkpoint."""
-    if (final := folder / weights.FILE).is_file():
-        try:
-            model.load_state_dict(weights.read_weights(final))
-        except RuntimeError as error:
-            raise ButtressError(f"{final} holds the weights of another model than the record: {error}") from error
-        return
-    path = checkpoints.latest(folder)
-    if path is None:
-        raise ButtressError(f"{folder} has a record but no weights: train the run here to sample from it")
-    tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
     try:
-        checkpoints.load(path, tensors)
-    except checkpoints.CheckpointError:
-        newer = checkpoints.latest(folder)
-        if newer in (None, path):
-            raise
-        checkpoints.load(newer, tensors)  # meanwhile training has replaced the older checkpoint
+        return Source(folder, Run.from_json(metadata["run"]), metadata["data"])
+    except (ValueError, TypeError, RecursionError) as error:
+        raise checkpoints.unreadable(checkpoint, error) from error
+
+
+def _load_weights(model: GPT, source: Source, device: torch.device) -> None:
+    """Load the final weights, or else those of the last checkpoint."""
+    if (final := source.folder / weights.FILE).is_file():
+        try:
+            model.load_state_dict(weights.read_weights(final, source.weights))
+        except RuntimeError as error:
+            raise ButtressError(
+                f"{final} holds the weights of another model than the record ({_one_line(error)}): train the run again"
+            ) from error
+    else:
+        path = checkpoints.latest(source.folder)
+        if path is None:
+            raise ButtressError(f"{source.folder} has a record but no weights: train the run here to sample from it")
+        try:
+            _load_checkpoint(model, path, device)
+        except checkpoints.CheckpointError:
+            newer = checkpoints.latest(source.folder)
+            if newer in (None, path):
+                raise
+            _load_checkpoint(model, newer, device)  # meanwhile training has replaced the older checkpoint
+    if not all(t.isfinite().all() for t in model.parameters()):
+        raise ButtressError(f"the weights in {source.folder} are not all finite: train the run again")
+
+
+def _load_checkpoint(model: GPT, path: Path, device: torch.device) -> None:
+    checkpoints.verify(path, checkpoints.read_metadata(path), SINGLE_PROCESS, device)
+    checkpoints.load(path, {f"model.{name}": t for name, t in model.state_dict().items()})
+
+
+def _one_line(error: BaseException) -> str:
+    return reprlib.repr(" ".join(str(error).split()))

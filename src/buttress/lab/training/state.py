@@ -13,6 +13,7 @@ from buttress import ButtressError
 from buttress.lab.data import Task
 from buttress.lab.runs.config import Run
 from buttress.lab.training.batches import Batches
+from buttress.lab.training.checkpoints import CheckpointError, unreadable
 from buttress.lab.training.tables import StepTables
 
 
@@ -81,7 +82,7 @@ class TrainingState:
 
 def checkpoint_metadata(run: Run, task: Task, device: torch.device, step: int) -> dict[str, Any]:
     """Metadata by which a checkpoint identifies its run."""
-    return {"run": run.to_json(), "device": device.type, "step": step, "data": task.fingerprint}
+    return {"key": run.key, "run": run.to_json(), "device": device.type, "step": step, "data": task.fingerprint}
 
 
 def check_metadata(metadata: dict[str, Any], run: Run, task: Task, device: torch.device, path: Path) -> None:
@@ -95,10 +96,16 @@ def check_metadata(metadata: dict[str, Any], run: Run, task: Task, device: torch
         path: The checkpoint, for error messages.
 
     Raises:
-        ButtressError: If it does not.
+        CheckpointError: If its run or its step does not fit.
+        ButtressError: If the device type or the data do not.
     """
-    if metadata["run"] != run.to_json():
-        raise ButtressError(f"{path} belongs to another run: {metadata['run']}")
+    own_key = _key_of(metadata, path)
+    if own_key != run.key:
+        raise CheckpointError(
+            f"{path} belongs to another run, {own_key}, and not to {run.key}: remove it to start over"
+        )
+    if metadata["step"] > run.steps:
+        raise unreadable(path, ValueError(f"it is at step {metadata['step']} of {run.steps}"))
     if metadata["device"] != device.type:
         raise ButtressError(
             f"this run was started on {metadata['device']} and cannot resume on {device.type}: use the same device "
@@ -109,3 +116,14 @@ def check_metadata(metadata: dict[str, Any], run: Run, task: Task, device: torch
             f"this run was started on other data ({metadata['data']}, now {task.fingerprint}): use the same data, or "
             f"remove {path.parent} to start over"
         )
+
+
+def _key_of(metadata: dict[str, Any], path: Path) -> str:
+    """The key of a checkpoint's run, which version 0.1 did not store."""
+    try:
+        key = Run.from_json(metadata["run"]).key
+    except (ValueError, TypeError, RecursionError) as error:
+        raise unreadable(path, error) from error
+    if metadata.get("key", key) != key:
+        raise unreadable(path, ValueError("its key is not that of its run"))
+    return key

@@ -160,10 +160,14 @@ class Trainer:
             return {}
         metadata = checkpoints.read_metadata(path)
         check_metadata(metadata, self.run, self.task, self.device, path)
+        checkpoints.verify(path, metadata, self.group, self.device)
         self.state.initialize_optimizer()
         generator_state = self.batches.generator.get_state()
         checkpoints.load(path, self.state.tensors() | {"generator": generator_state})
-        self._seek(metadata["step"], generator_state)
+        try:
+            self._seek(metadata["step"], generator_state)
+        except RuntimeError as error:  # the generator's state is none
+            raise checkpoints.unreadable(path, error) from error
         return metadata
 
     def _seek(self, step: int, generator_state: Tensor) -> None:

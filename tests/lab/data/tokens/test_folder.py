@@ -12,8 +12,10 @@ import pytest
 
 pytest.importorskip("tokenizers", reason="tokens need buttress[text]")
 
-from buttress.lab.data import DataError, tokens
+from buttress.files import sha256
+from buttress.lab.data import DataError, load, tokens
 from buttress.lab.data.tokens import folder as folder_module
+from buttress.lab.runs.config import Run
 from corpora import write, write_corpus
 
 
@@ -95,3 +97,73 @@ class TestReading:
         (folder / "tokens.json").write_text(content)
         with pytest.raises(DataError, match=r"tokens.json is not as it was written"):
             tokens.read(folder)
+
+    @pytest.mark.parametrize(
+        ("entry", "value"),
+        [
+            ("vocab", 2**40), ("vocab", -1), ("vocab", True), ("vocab", 300.0), ("padded", None), ("end", -1),
+            ("format", "1"), ("format", None), ("tokenizer", {"name": 3, "sha256": "x"}), ("splits", {"train": {}}),
+            ("splits", {"train": {"tokens": 10**30}, "val": {}}), ("dtype", ["uint16"]),
+        ],
+    )  # fmt: skip
+    def test_sizes_and_types_are_checked_before_anything_is_read(self, entry: str, value: object, folder: Path) -> None:
+        rewrite(folder, **{entry: value})
+        with pytest.raises(DataError, match=r"tokens.json is not as it was written") as caught:
+            tokens.read(folder)
+        assert len(str(caught.value)) < 400
+
+    @pytest.mark.parametrize("count", [-1, 0, 10**15, 2**80, "many", None, 1.5])
+    def test_a_count_that_is_a_lie(self, count: object, folder: Path) -> None:
+        facts = json.loads((folder / "tokens.json").read_text())
+        facts["splits"]["train"]["tokens"] = count
+        rewrite(folder, splits=facts["splits"])
+        with pytest.raises(DataError, match="is damaged"):
+            tokens.read(folder)
+
+    @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"1" * 5000, b'{"format": 1, "format": NaN}'])
+    def test_text_that_is_hard_to_parse(self, content: bytes, folder: Path) -> None:
+        (folder / "tokens.json").write_bytes(content)
+        with pytest.raises(DataError, match=r"tokens.json is not as it was written"):
+            tokens.read(folder)
+
+    def test_a_tokenizer_that_is_none(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+        facts = json.loads((folder / "tokens.json").read_text())
+        rewrite(folder, tokenizer=facts["tokenizer"] | {"sha256": sha256(folder / "tokenizer.json")})
+        with pytest.raises(DataError, match=r"the tokenizer .*tokenizer\.json cannot be read"):
+            tokens.read(folder).encode("text")
+
+    @pytest.mark.parametrize("name", ["train.bin", "val.bin", "tokenizer.json", "tokens.json"])
+    def test_links_out_of_the_folder_are_not_followed(self, name: str, folder: Path, tmp_path: Path) -> None:
+        (folder / name).rename(tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(DataError, match="is damaged"):
+            tokens.read(folder)
+
+    def test_the_folder_itself_may_be_a_link(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "linked").symlink_to(folder)
+        assert len(tokens.read(tmp_path / "linked").train)
+
+
+def test_a_token_folder_is_on_disk_before_it_has_its_name(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[int, int]] = []
+    fsync = os.fsync
+
+    def flush(descriptor: int) -> None:
+        facts = os.fstat(descriptor)
+        flushed.append((facts.st_dev, facts.st_ino))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    out = write(text, tmp_path / "new" / "out").folder
+    for path in (out, *out.iterdir(), out.parent, tmp_path):
+        facts = path.stat()
+        assert (facts.st_dev, facts.st_ino) in flushed, path
+
+
+@pytest.mark.parametrize("corpus", ["/etc", "../outside", "a/../../b"])
+def test_a_corpus_is_inside_the_data_folder(corpus: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not inside the data folder"):
+        load("text", folder=tmp_path).at(Run(task="text", model="gpt", corpus=corpus))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, finish_log_axes, plt
+from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, finish_log_axes, plt, set_log_axes
 from buttress.lab.analysis.fits import Against, FitError, Point, PowerLaw, fit
 from buttress.lab.analysis.lines import LineKey, Metric, alone, ordered, points
 from buttress.lab.runs.records import Record
@@ -39,7 +39,8 @@ def scaling(
         if published and key.structure in published and key.aware and against == "macs":
             xs, ys = zip(*published[key.structure], strict=True)
             panel.plot(xs, ys, "o", mfc="none", color=f"C{i}", ms=6, alpha=0.6)
-    panel.set(xscale="log", yscale="log", xlabel=AXIS_LABELS[against], ylabel=AXIS_LABELS[metric])
+    panel.set(xlabel=AXIS_LABELS[against], ylabel=AXIS_LABELS[metric])
+    set_log_axes(panel, "xy")
     finish_log_axes(panel)
     add_legend(panel, "exponent in brackets" + ("; hollow: published" if published else ""))
     return figure
@@ -103,7 +104,8 @@ def widths(records: Iterable[Record], metric: Metric = "train_error") -> Figure:
         pairs = sorted((p.width, p.error) for p in line if p.width is not None)
         ticks |= {width for width, _ in pairs}
         panel.plot(*zip(*pairs, strict=True), "o-", color=f"C{i}", ms=4, lw=1.2, label=key.label)
-    panel.set(xscale="log", yscale="log", xlabel="width", ylabel=AXIS_LABELS[metric])
+    panel.set(xlabel="width", ylabel=AXIS_LABELS[metric])
+    set_log_axes(panel, "xy")
     finish_log_axes(panel)
     panel.set_xticks(sorted(ticks), [str(width) for width in sorted(ticks)], rotation=45)
     add_legend(panel)
@@ -125,7 +127,8 @@ def runtime(records: Iterable[Record]) -> Figure | None:
     figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
     for i, key in enumerate(ordered(lines)):
         panel.plot(*zip(*sorted(lines[key]), strict=True), "o-", color=f"C{i}", ms=4, lw=1.2, label=key.label)
-    panel.set(xscale="log", yscale="log", xlabel="MACs", ylabel="milliseconds per step")
+    panel.set(xlabel="MACs", ylabel="milliseconds per step")
+    set_log_axes(panel, "xy")
     finish_log_axes(panel)
     add_legend(panel)
     return figure

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
-from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, finish_log_axes, plt, set_rate_ticks
+from buttress.lab.analysis.figures.style import (
+    AXIS_LABELS,
+    Figure,
+    add_legend,
+    finish_log_axes,
+    plt,
+    set_log_axes,
+    set_rate_ticks,
+)
 from buttress.lab.analysis.lines import LineKey, Metric, largest_activations, ordered, tuned
 from buttress.lab.runs.records import Record
 
@@ -54,7 +63,8 @@ def _draw_rates(
         panel.plot(*min(line, key=lambda p: p[1]), "*", ms=12, color=f"C{i}")
         paper = published.get(width, ())
         panel.plot([x for x, _ in paper], [y for _, y in paper], "o", mfc="none", color=f"C{i}", ms=7, alpha=0.6)
-    panel.set(xscale="log", title=key.label, xlabel="learning rate")
+    panel.set(title=key.label, xlabel="learning rate")
+    set_log_axes(panel, "x")
     set_rate_ticks(panel, sorted({lr for line in curves.values() for lr, _ in line}))
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize=8)
@@ -86,7 +96,8 @@ def feature_updates(records: Iterable[Record], published: Updates | None = None)
         paper = (published or {}).get(key.rates, {}).get(key.structure)
         if paper:
             panel.plot(list(paper), list(paper.values()), "o", mfc="none", color=color, ms=7, alpha=0.6)
-    panel.set(xscale="log", yscale="log", xlabel="width", ylabel="RMS change of features per step")
+    panel.set(xlabel="width", ylabel="RMS change of features per step")
+    set_log_axes(panel, "xy")
     panel.grid(alpha=0.3, which="both")
     add_legend(panel, "hollow: published" if published else "")
     return figure
@@ -106,7 +117,8 @@ def curves(records: Iterable[Record]) -> Figure:
             panel.plot(steps, errors, lw=1, alpha=shade, color=f"C{keys.index(key)}")
     for i, key in enumerate(keys):
         panel.plot([], [], color=f"C{i}", label=key.label)
-    panel.set(xlabel="step", ylabel="train error (%)", yscale="log")
+    panel.set(xlabel="step", ylabel="train error (%)")
+    set_log_axes(panel, "y")
     finish_log_axes(panel)
     add_legend(panel, "darker: more MACs")
     return figure
@@ -135,10 +147,12 @@ def stability(records: Iterable[Record]) -> Figure | None:
         text = key.label + (f", lr {r.run.lr:g}" if len(rates) > 1 else "")
         dashes = ("-", "--", ":", "-.")[rates.index(r.run.lr) % 4]
         _draw_stability(panels, r, text, {"color": f"C{keys.index(key)}", "ls": dashes, "lw": 1.2})
-    panels[0].set(xlabel="step", ylabel="largest RMS of a block's output", yscale="log")
+    panels[0].set(xlabel="step", ylabel="largest RMS of a block's output")
+    set_log_axes(panels[0], "y")
     panels[-1].set(xlabel="step", ylabel="training loss")
     if has_outputs:
-        panels[1].set(xlabel="step", ylabel="median RMS of a layer's output", yscale="log")
+        panels[1].set(xlabel="step", ylabel="median RMS of a layer's output")
+        set_log_axes(panels[1], "y")
     for panel in panels:
         panel.grid(alpha=0.3, which="both")
     add_legend(panels[0])
@@ -152,5 +166,5 @@ def _draw_stability(panels: Sequence[Any], r: Record, text: str, style: dict[str
     panels[-1].plot([step for step, _ in late], [loss for _, loss in late], **style)
     if "median output" in r.metrics:
         # Before the first step most outputs are zero, because the layers start at zero.
-        pairs = [pair for pair in r.metrics["median output"] if pair[1] > 0]
+        pairs = [pair for pair in r.metrics["median output"] if 0 < pair[1] < inf]
         panels[1].plot([step for step, _ in pairs], [size for _, size in pairs], **style)

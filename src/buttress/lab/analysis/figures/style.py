@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from math import isfinite
 from typing import Any
 
 from buttress import MissingExtraError
@@ -17,7 +18,17 @@ try:
 except ImportError:
     raise MissingExtraError("figures need matplotlib: pip install 'buttress[lab]'") from None
 
-__all__ = ["AXIS_LABELS", "Figure", "add_legend", "finish_log_axes", "plt", "set_cost_ticks", "set_rate_ticks", "svg"]
+__all__ = [
+    "AXIS_LABELS",
+    "Figure",
+    "add_legend",
+    "finish_log_axes",
+    "plt",
+    "set_cost_ticks",
+    "set_log_axes",
+    "set_rate_ticks",
+    "svg",
+]
 
 AXIS_LABELS = {
     "train_error": "train error (%)",
@@ -36,6 +47,12 @@ def add_legend(panel: Any, title: str = "") -> None:
     panel.figure.legend(
         handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8, title=title or None
     )
+
+
+def set_log_axes(panel: Any, axes: str) -> None:
+    """Make axes logarithmic, "x", "y" or "xy", except those along which no value is positive."""
+    smallest = {"x": panel.dataLim.minposx, "y": panel.dataLim.minposy}
+    panel.set(**{f"{axis}scale": "log" for axis in axes if isfinite(smallest[axis])})
 
 
 def finish_log_axes(panel: Any) -> None:

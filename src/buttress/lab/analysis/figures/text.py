@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, plt, set_cost_ticks
+from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, plt, set_cost_ticks, set_log_axes
 from buttress.lab.analysis.lines import LineKey, alone, ordered
 from buttress.lab.runs.records import Record
 
@@ -38,7 +38,8 @@ def language(records: Iterable[Record]) -> Figure | None:
             panel.plot(xs, ys, "o-", color=f"C{i}", ms=5, label=key.label)
             for x, y, width in measured:
                 panel.annotate(f"{width}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
-        panel.set(xlabel=text, xscale="log")
+        panel.set(xlabel=text)
+        set_log_axes(panel, "x")
         panel.margins(x=0.12, y=0.08)
         set_cost_ticks(panel)
         panel.grid(alpha=0.3)

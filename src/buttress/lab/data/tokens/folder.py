@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from buttress.files import leaves, sha256
 from buttress.lab.data import bpe
 from buttress.lab.data.base import DataError
-from buttress.lab.data.documents import Facts, sha256
+from buttress.lab.data.documents import Facts
+from buttress.lab.runs import json_values
+from buttress.lab.runs.json_values import JsonError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,6 +26,9 @@ FORMAT = 1
 SPLITS = ("train", "val")
 VERIFIED_BYTES = 256 << 20
 """Largest file whose checksum is verified whenever it is opened."""
+
+MAX_VOCAB = 1 << 24
+"""Largest vocabulary: a model has a row of weights for each token."""
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -63,7 +68,8 @@ class Tokens:
 def read(folder: Path | str, *, verify: bool | None = None) -> Tokens:
     """Open a token folder.
 
-    The sizes of the files and the tokenizer's checksum are always verified.
+    The sizes of the files and the tokenizer's checksum are always verified. Files that are links out of the folder are
+    refused; the folder itself may be a link.
 
     Args:
         folder: A folder that `write` created.
@@ -83,7 +89,7 @@ def read(folder: Path | str, *, verify: bool | None = None) -> Tokens:
     folder = Path(folder)
     facts = about(folder)
     path = folder / "tokenizer.json"
-    if not path.is_file() or sha256(path) != facts["tokenizer"]["sha256"]:
+    if leaves(folder, path) or not path.is_file() or sha256(path) != facts["tokenizer"]["sha256"]:
         raise _damaged(folder, "its tokenizer.json is not the one that produced the tokens")
     train, val = (_read_split(folder, split, facts, verify) for split in SPLITS)
     return Tokens(folder, train, val, facts["vocab"], facts["end"], facts["tokenizer"]["name"])
@@ -92,6 +98,8 @@ def read(folder: Path | str, *, verify: bool | None = None) -> Tokens:
 def _read_split(folder: Path, split: str, facts: Facts, verify: bool | None) -> Ids:
     path, count = folder / f"{split}.bin", facts["splits"][split]["tokens"]
     vocab, dtype = facts["vocab"], dtype_of(facts["vocab"])
+    if leaves(folder, path):
+        raise _damaged(folder, f"{path.name} is a link that leaves the folder")
     size = path.stat().st_size if path.is_file() else 0
     if size != count * dtype.itemsize:
         raise _damaged(folder, f"{path.name} has {size:,} bytes, {count:,} tokens take {count * dtype.itemsize:,}")
@@ -124,25 +132,38 @@ def about(folder: Path | str) -> Facts:
         problem = "has no tokens.json" if folder.is_dir() else "does not exist"
         raise DataError(f"{folder} {problem}: create a token folder with `buttress tokens TEXT... --out {folder}`")
     try:
-        facts: Facts = json.loads(path.read_text(encoding="utf-8"))
-        if facts["format"] != FORMAT:
+        if leaves(folder, path):
+            raise JsonError("it is a link that leaves the folder")
+        facts: Facts = json_values.parse_object(path.read_bytes())
+        version = facts.get("format")
+        if type(version) is int and version != FORMAT:
             raise DataError(
-                f"{folder} is in format {facts['format']} and this version of buttress reads {FORMAT}: "
+                f"{folder} is in format {version} and this version of buttress reads {FORMAT}: "
                 "remove the folder and write it again"
             )
         _check(facts)
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, JsonError) as error:
         raise _damaged(folder, f"tokens.json is not as it was written ({error})") from error
     return facts
 
 
 def _check(facts: Facts) -> None:
-    counts = [int(facts["splits"][split]["tokens"]) for split in SPLITS]
-    checksums = [facts["tokenizer"]["sha256"], *(facts["splits"][split]["sha256"] for split in SPLITS)]
-    texts = [facts["tokenizer"]["name"], *checksums]
-    sound = min(counts) > 0 <= facts["end"] < facts["vocab"] and all(isinstance(text, str) for text in texts)
-    if not sound or facts["dtype"] != dtype_of(facts["vocab"]).name:
-        raise ValueError("its entries do not fit together")
+    """Check the types and sizes of all entries that are used."""
+    vocab = json_values.integer(facts.get("vocab"), "vocab", 1, MAX_VOCAB)
+    json_values.integer(facts.get("end"), "end", 0, vocab - 1)
+    tokenizer = json_values.mapping(facts.get("tokenizer"), "tokenizer")
+    splits = json_values.mapping(facts.get("splits"), "splits")
+    for name in ("name", "sha256"):
+        json_values.text(tokenizer.get(name), f"tokenizer.{name}")
+    for split in SPLITS:
+        counts = json_values.mapping(splits.get(split), split)
+        json_values.text(counts.get("sha256"), f"{split}.sha256")
+        for name in ("tokens", "documents", "bytes"):
+            json_values.integer(counts.get(name), f"{split}.{name}", 1)
+    json_values.integer(facts.get("padded"), "padded", vocab)
+    entries = (facts.get("format"), facts.get("dtype"), set(splits))
+    if entries != (FORMAT, dtype_of(vocab).name, set(SPLITS)):
+        raise JsonError("its entries do not fit together")
 
 
 def part_of(folder: Path) -> Path:

@@ -6,10 +6,12 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from buttress.files import write_text
+from buttress.files import leaves, write_text
 from buttress.lab.data.base import DataError
 from buttress.lab.data.documents import Facts, Piece
 from buttress.lab.data.tokens.folder import SPLITS
+from buttress.lab.runs import json_values
+from buttress.lab.runs.json_values import JsonError
 
 KEYS = {"request": "asked", "position": "place", "open_split": "opened", "bytes_read": "read"}
 """Keys in the file, where they differ from the field names."""
@@ -81,13 +83,26 @@ class Journal:
             cls(request).save(part)
         names = {key: name for name, key in KEYS.items()}
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            if any(leaves(part, inside) for inside in part.iterdir()):
+                raise other_work(part)
+            content = json_values.parse_object(path.read_bytes())
             journal = cls(**{names.get(key, key): value for key, value in content.items()})
-        except (ValueError, TypeError, AttributeError):
+            journal._check()
+        except (JsonError, TypeError):
             raise other_work(part) from None
         if journal.request != request:
             raise other_work(part)
         return journal
+
+    def _check(self) -> None:
+        for f in ("source", "position", "bytes_read"):
+            json_values.integer(getattr(self, f), f)
+        if self.open_split not in ("", *SPLITS):
+            raise JsonError(f"no split is called {self.open_split}")
+        for split in SPLITS:
+            counts = json_values.mapping(json_values.mapping(self.splits, "splits").get(split), split)
+            for name in ("tokens", "documents", "bytes"):
+                json_values.integer(counts.get(name), name)
 
 
 def other_work(part: Path) -> DataError:

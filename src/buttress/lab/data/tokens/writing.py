@@ -12,10 +12,10 @@ from typing import IO
 
 import numpy as np
 
-from buttress.files import locked, write_text
+from buttress.files import flush, locked, make_folder, remove, sha256, write_text
 from buttress.lab.data import bpe
 from buttress.lab.data.base import DataError
-from buttress.lab.data.documents import Chunk, Facts, Source, open_sources, sha256
+from buttress.lab.data.documents import Chunk, Facts, Source, open_sources
 from buttress.lab.data.tokens.folder import FORMAT, SPLITS, Tokens, about, dtype_of, padded_vocab, part_of, read
 from buttress.lab.data.tokens.journal import Journal, other_work
 from buttress.lab.data.tokens.progress import Meter, OnProgress
@@ -76,11 +76,12 @@ def write(
     part = part_of(out)
     with _exclusive(part):
         if not _is_written(out, request):  # another process may have finished meanwhile
-            part.mkdir(parents=True, exist_ok=True)
+            make_folder(part)
             _complete(part, request, sources, codec or vocab, on_progress)
             if out.exists():
                 out.rmdir()
             part.rename(out)
+            flush(out.parent)
     return read(out)
 
 
@@ -128,7 +129,7 @@ def _complete(
         on_progress: Called with the progress.
     """
     for temporary in part.glob("*.part"):  # left by a process that was killed while it replaced a file
-        temporary.unlink()
+        remove(temporary)
     if not (part / "tokens.json").is_file():
         journal = Journal.open(part, request)
         codec = tokenizer
@@ -140,6 +141,7 @@ def _complete(
     elif not _matches(about(part), request):
         raise other_work(part)
     (part / "journal.json").unlink(missing_ok=True)
+    flush(part)
 
 
 def _source_facts(sources: Sequence[Source], on_progress: OnProgress) -> list[Facts]:
