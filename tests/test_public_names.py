@@ -10,11 +10,11 @@ import buttress as bt
 NAMES = {
     "Advice", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "Choice", "CompressOptions",
     "Convolution", "Cost", "Dense", "Explanation", "Factor", "Healing", "Kronecker", "LowRank", "MissingExtraError",
-    "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError", "ProjectedAttention", "Projection", "Report", "RuleError",
-    "ShapeError", "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear",
-    "TensorTrain", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "graphed",
-    "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project", "replace_", "split",
-    "structure", "structures", "timed",
+    "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError", "ProjectedAttention", "Projection", "ReadOnlyError",
+    "Report", "RuleError", "ShapeError", "SplitLinear", "Structure", "StructureError", "StructuredEmbedding",
+    "StructuredLinear", "TensorTrain", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_",
+    "explain", "graphed", "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project",
+    "replace_", "split", "structure", "structures", "timed",
 }  # fmt: skip
 OPTIONAL = {
     "buttress.hf": {"StructuredConfig", "adapted", "attach", "lora", "save"},

@@ -46,7 +46,8 @@ class StructuredEmbedding(Structured):
         chain: The chain of factors that the structure has at these sizes, from embedding_dim to num_embeddings.
         factors: nn.ParameterDict of the factors in order of application, each of shape ``(blocks, d_out, d_in)``.
         gains: nn.ParameterDict of one gain of shape ``(1,)`` per factor; empty unless ``normalize`` is set.
-        weight: The matrix, of shape ``(num_embeddings, embedding_dim)``, computed on each access.
+        weight: The matrix, of shape ``(num_embeddings, embedding_dim)``, computed on each access. Writing to it
+            raises.
         macs: Multiply-accumulates per lookup.
 
     Raises:
@@ -163,6 +164,9 @@ class StructuredEmbedding(Structured):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up rows by their numbers `ids`, of any shape."""
+        return self._within_containers(self._rows, ids)
+
+    def _rows(self, ids: Tensor) -> Tensor:
         scales = self.scales() if self.normalize else None
         rows = ops.rows(self.chain, self.stored_factors(), ids, scales=scales)
         if self.padding_idx is None:

@@ -42,7 +42,7 @@ class StructuredLinear(Structured):
         factors: nn.ParameterDict of the factors in order of application, each of shape ``(blocks, d_out, d_in)``.
         gains: nn.ParameterDict of one gain of shape ``(1,)`` per factor; empty unless ``normalize`` is set.
         bias: The bias, of shape ``(out_features,)``, or None.
-        weight: W itself, of shape ``(out_features, in_features)``, computed on each access.
+        weight: W itself, of shape ``(out_features, in_features)``, computed on each access. Writing to it raises.
         recompute: Whether the backward pass computes the intermediates between the factors again instead of storing
             them: less memory, slightly more time. False by default.
 
@@ -142,6 +142,9 @@ class StructuredLinear(Structured):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x`, of shape (*, in_features)."""
+        return self._within_containers(self._multiply, x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         return ops.apply(
             self.chain,
             x,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.structures import Structure
-from buttress.errors import ShapeError, StructureError
+from buttress.errors import ReadOnlyError, ShapeError, StructureError
+from buttress.nn.computed import computed
 from buttress.ops.framing import scaled_factors
 from buttress.ops.norms import mean_square
 
@@ -37,6 +39,20 @@ def checked_size(label: str, value: int) -> int:
     if size < 1 or isinstance(value, bool):
         raise ShapeError(f"{label} must be an integer >= 1, got {value!r}")
     return size
+
+
+WEIGHT_IS_COMPUTED = (
+    "the weight of a structured layer is computed from its factors, so a write to it would be lost: use "
+    "layer.assign(project(layer.structure, weight).factors) or layer.reset_parameters(), or write to weight.clone()"
+)
+
+
+class ParameterContainer(nn.ParameterDict):
+    """A ParameterDict with a forward pass, for hooks that load its parameters around it."""
+
+    def forward(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a computation that uses these parameters."""
+        return compute(x)
 
 
 class Structured(nn.Module):
@@ -91,12 +107,12 @@ class Structured(nn.Module):
         self.stds = stds(self.chain)
         placement: dict[str, Any] = {"device": device, "dtype": dtype}
         # Pairs, because ParameterDict would sort a dict: the factors stay in order of application.
-        self.factors = nn.ParameterDict(
+        self.factors = ParameterContainer(
             [(f.name, nn.Parameter(torch.empty(f.shape, **placement))) for f in self.chain.factors]
         )
         # Of shape (1,), because FSDP2 cannot shard a tensor without dimensions.
         gains = [(f.name, nn.Parameter(torch.empty(1, **placement))) for f in self.chain.factors] if normalize else []
-        self.gains = nn.ParameterDict(gains)
+        self.gains = ParameterContainer(gains)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -182,8 +198,32 @@ class Structured(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix, computed on each access, for callers that read `module.weight`."""
-        return self.to_dense()
+        """The dense matrix, computed on each access, for callers that read `module.weight`.
+
+        Writing to it, or to a view of it, raises a ReadOnlyError.
+        """
+        return computed(self.to_dense, list(self.factors.values()), refusal=WEIGHT_IS_COMPUTED)
+
+    @weight.setter
+    def weight(self, value: object) -> None:
+        raise ReadOnlyError(WEIGHT_IS_COMPUTED)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as for any module; there can be none called "weight"."""
+        if name == "weight":
+            raise ReadOnlyError(WEIGHT_IS_COMPUTED)
+        super().register_parameter(name, param)
+
+    def _within_containers(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a computation that uses the factors, inside the hooks that someone put around the containers.
+
+        Offloading (accelerate) wraps the `forward` of the module that owns a parameter, and loads it for that call
+        only.
+        """
+        for container in (self.factors, self.gains):
+            if "forward" in container.__dict__:
+                compute = partial(container.forward, compute)
+        return compute(x)
 
     def _load_from_state_dict(
         self,
