@@ -30,7 +30,7 @@ def computed(compute: Callable[[], Tensor], sources: Sequence[Tensor], *, refusa
         The read-only tensor; a plain one while a compiler traces. A tensor of another class (fake, distributed) is
         returned as it is.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return compute()
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
