@@ -74,7 +74,7 @@ def _empty_grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """A tensor of the shape and type of a grouped product."""
-    groups = (
-        () if a.dim() != b.dim() else (a.shape[0],) if a.dim() == 3 else (offs.shape[0],) if offs is not None else ()
-    )
+    groups: tuple[int, ...] = ()
+    if a.dim() == b.dim():  # otherwise the groups are parts of the rows or columns
+        groups = tuple(a.shape[:1]) if offs is None else tuple(offs.shape)
     return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
