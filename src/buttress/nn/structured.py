@@ -242,11 +242,12 @@ class Structured(nn.Module):
         Offloading (accelerate) wraps the `forward` of the module that owns a parameter, and loads it for that call
         only.
         """
-        if isinstance(x, torch.fx.Proxy):
+        if not isinstance(x, Tensor) and isinstance(x, torch.fx.Proxy):
             # A leaf of the graph, as torch's own modules are.
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
-        for container in (self.factors, self.gains):
-            if "forward" in container.__dict__:
+        for name in ("factors", "gains"):
+            container = self._modules[name]
+            if container is not None and "forward" in container.__dict__:
                 compute = partial(container.forward, compute)
         return compute(x)
 
