@@ -25,6 +25,10 @@ class PlanError(ButtressError, ValueError):
     """A plan does not fit the model, which is unchanged."""
 
 
+class ReadOnlyError(ButtressError, RuntimeError):
+    """A write to a tensor that is computed on each access, such as the weight of a structured layer, would be lost."""
+
+
 class MissingExtraError(ButtressError, ImportError):
     """An optional dependency is missing."""
 

@@ -150,3 +150,62 @@ def test_only_what_is_the_same_can_be_tied() -> None:
     ):
         with pytest.raises(bt.StructureError, match="only modules of one structure, size and normalization"):
             head.tie_(other)
+
+
+def test_the_text_of_a_structure_is_taken():
+    x, ids = torch.randn(3, 16), torch.tensor([1, 5])
+    assert bt.StructuredLinear(16, 12, "btt(rank=2)").structure == bt.BTT(rank=2)
+    assert bt.StructuredEmbedding(12, 16, "btt(rank=2)").structure == bt.BTT(rank=2)
+    linear, embedding = nn.Linear(16, 12), nn.Embedding(12, 16)
+    for text, structure in (("low_rank(rank=3)", bt.LowRank(rank=3)), ("dense", bt.Dense())):
+        a, b = (bt.StructuredLinear.from_dense(linear, s)(x) for s in (text, structure))
+        torch.testing.assert_close(a, b)
+        a, b = (bt.StructuredEmbedding.from_dense(embedding, s)(ids) for s in (text, structure))
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [("btt(rank=", "btt"), ("bttt", "did you mean 'btt'"), (3, "or its text, got 3")]
+)
+def test_what_is_no_structure_is_refused(value, message):
+    for build in (bt.StructuredLinear, bt.StructuredEmbedding):
+        with pytest.raises(bt.StructureError, match=message):
+            build(16, 12, value)
+
+
+def test_quantized_weights_are_refused_in_one_line():
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    class Int8Weight(torch.Tensor):
+        """Like the tensors of quantization libraries: it claims a floating type and supports few operations."""
+
+        @staticmethod
+        def __new__(cls, values):
+            return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+        def __init__(self, values):
+            self.values = values
+
+        def __tensor_flatten__(self):
+            return ["values"], None
+
+        @classmethod
+        def __tensor_unflatten__(cls, tensors, context, size, stride):
+            return cls(tensors["values"])
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.detach.default:
+                return cls(args[0].values)
+            raise NotImplementedError(str(func))
+
+    for build, dense in ((bt.StructuredLinear, nn.Linear(8, 8)), (bt.StructuredEmbedding, nn.Embedding(8, 8))):
+        dense.weight = nn.Parameter(Int8Weight(torch.zeros(8, 8, dtype=torch.int8)), requires_grad=False)
+        assert is_traceable_wrapper_subclass(dense.weight)
+        with pytest.raises(
+            bt.StructureError, match="a weight of Int8Weight cannot be projected: load the model without"
+        ):
+            build.from_dense(dense, bt.BTT())
+        dense.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+        with pytest.raises(bt.StructureError, match=r"a weight of torch\.int8 cannot be projected"):
+            build.from_dense(dense, bt.BTT())

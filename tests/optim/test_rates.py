@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 import buttress as bt
@@ -106,7 +107,7 @@ def test_scale_that_matches_nothing():
         bt.param_groups(mlp(64, bt.BTT()), LR, scale={"inputt*": 0.1})
 
 
-@pytest.mark.parametrize(("rule", "hint"), [("adamw", "adam"), ("Adam", "adam"), ("sdg", "sgd"), ("muonn", "muon")])
+@pytest.mark.parametrize(("rule", "hint"), [("Adam", "adam"), ("sdg", "sgd"), ("muonn", "muon")])
 def test_unknown_rule(rule, hint):
     for function in (bt.param_groups, bt.explain):
         with pytest.raises(bt.RuleError) as caught:
@@ -119,3 +120,48 @@ def test_unknown_rule(rule, hint):
 def test_impossible_rates(lr):
     with pytest.raises(bt.RuleError, match="lr must be a number >= 0"):
         bt.param_groups(MLP(16), lr)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule"), [("lion", "sign"), ("SignSGD", "sign"), ("adamw", "adam"), ("nadam", "adam")]
+)
+def test_the_name_of_an_optimizer_leads_to_its_rule(optimizer, rule):
+    for function in (bt.param_groups, bt.explain):
+        with pytest.raises(bt.RuleError, match=f"{optimizer!r} is an optimizer, not a rule: use rule={rule!r}"):
+            function(MLP(16), LR, rule=optimizer)
+
+
+def test_parameters_in_place_of_the_model():
+    model = MLP(16)
+    for first in (model.parameters(), list(model.parameters()), model.state_dict()):
+        for function in (bt.param_groups, bt.explain):
+            with pytest.raises(
+                bt.RuleError, match=r"the first argument must be the model, .* not model\.parameters\(\)"
+            ):
+                function(first, LR)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore")
+def test_flat_parameters_of_fsdp1_are_refused():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def wrapped(model, **options):
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+    for function in (bt.param_groups, bt.explain):
+        with pytest.raises(bt.RuleError, match=r"\(FSDP1\) has flattened the parameters.*: use fully_shard, or"):
+            function(wrapped(mlp(16, bt.BTT())), LR)
+    # The other way that the message names: the groups hold the parameters that are trained.
+    model = mlp(16, bt.BTT())
+    held = {id(p) for group in bt.param_groups(model, LR) for p in group["params"]}
+    assert {id(p) for p in wrapped(model, use_orig_params=True).parameters()} == held

@@ -25,6 +25,12 @@ RULES: dict[str, Callable[[float, float, float], float]] = {
     "muon": lambda d_in, d_out, copies: sqrt(d_out / d_in),
 }
 
+OPTIMIZERS = {
+    "adam": ("adamw", "nadam", "radam", "adamax", "amsgrad", "adagrad", "rmsprop"),
+    "sign": ("lion", "signsgd", "signum", "tiger"),
+}
+"""Names of optimizers, by the rule that suits them."""
+
 
 def rate(rule: str, d_in: float, d_out: float, copies: float = 1.0) -> float:
     """The learning rate, up to a constant, that changes each feature of a dense layer by Theta(1).
@@ -41,10 +47,26 @@ def rate(rule: str, d_in: float, d_out: float, copies: float = 1.0) -> float:
     Raises:
         RuleError: If there is no such rule.
     """
-    if rule not in RULES:
-        hint = did_you_mean(rule, RULES, listed=True)
-        raise RuleError(f"unknown optimizer rule {rule!r}: there are {', '.join(RULES)}{hint}")
+    check_rule(rule)
     return RULES[rule](d_in, d_out, copies)
+
+
+def check_rule(rule: str) -> None:
+    """Check that there is such a rule.
+
+    Args:
+        rule: Name of an optimizer family.
+
+    Raises:
+        RuleError: If there is none. For the name of an optimizer, the message names the rule that suits it.
+    """
+    if rule in RULES:
+        return
+    rule_of_optimizer = {name: known for known, names in OPTIMIZERS.items() for name in names}
+    if (suitable := rule_of_optimizer.get(str(rule).lower())) is not None:
+        raise RuleError(f"{rule!r} is an optimizer, not a rule: use rule={suitable!r} for it")
+    hint = did_you_mean(str(rule), RULES, listed=True)
+    raise RuleError(f"unknown optimizer rule {rule!r}: there are {', '.join(RULES)}{hint}")
 
 
 def init_std(factor: Factor) -> float:

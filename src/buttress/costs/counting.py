@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_map_only
 
+from buttress.costs.uncounted import UncountedOperators
+from buttress.errors import ButtressError
 from buttress.inspection.hooks import Handle, removing
 from buttress.inspection.names import modules
 from buttress.nn.structured import Structured
@@ -53,6 +59,9 @@ class Cost:
     """Bytes of the tensors that autograd saves for the backward pass."""
     rows: tuple[CostRow, ...]
     """Every module with a cost of its own; they add up to the totals."""
+    not_counted: tuple[str, ...] = ()
+    """Operators whose MACs are missing, each as "module: operator": those of other libraries, and those of torch that
+    take a matrix of parameters and have no FLOP formula."""
 
     @property
     def flops(self) -> int:
@@ -60,9 +69,10 @@ class Cost:
         return 2 * self.macs
 
     def table(self) -> str:
-        """Every module with a cost of its own, and the totals."""
+        """Every module with a cost of its own, the totals, and what was not counted."""
         total = ["total", "", show(self.params), show(self.macs), show(self.activation_bytes)]
-        return render(self.rows, total=total)
+        lines = [render(self.rows, total=total), *(f"not counted: {name}" for name in self.not_counted)]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()
@@ -71,9 +81,14 @@ class Cost:
 def cost(model: nn.Module, *example_inputs: Any) -> Cost:
     """Count the parameters, MACs and activation memory of `model(*example_inputs)`.
 
-    MACs are half of the operations that FlopCounterMode counts. Activation bytes are those of the tensors that autograd
-    saves, each storage once, without parameters and buffers. The model runs in its current mode (train or eval), with
-    gradients enabled.
+    MACs are half of the operations that FlopCounterMode counts, which are products of matrices, convolutions and
+    attention. What may multiply matrices and has no formula is listed in `not_counted`. In a mixture of experts, every
+    token is counted for as many experts as it is sent to.
+
+    Activation bytes are those of the tensors that autograd saves, each storage once, without parameters and buffers. A
+    view keeps the whole storage behind it alive, so all of it is counted; only an example input counts as if it were
+    not a view, since the data that it was taken from is yours. The model runs in its current mode (train or eval),
+    with gradients enabled.
 
     Args:
         model: The model. It is not changed, and may be on the meta device.
@@ -81,6 +96,9 @@ def cost(model: nn.Module, *example_inputs: Any) -> Cost:
 
     Returns:
         The totals, and a row for every module with a cost of its own.
+
+    Raises:
+        ButtressError: If the model is on the meta device and its forward pass depends on values.
 
     Example:
         >>> bt.cost(model, torch.zeros(1, 128, dtype=torch.long)).macs
@@ -93,12 +111,24 @@ def cost(model: nn.Module, *example_inputs: Any) -> Cost:
     inputs = tree_map_only(Tensor, fake.from_tensor, example_inputs)
     try:
         with fake:
-            return _count(fake_model, inputs)
-    except Exception:
+            return _count(fake_model, tree_map_only(Tensor, _not_a_view, inputs))
+    except Exception as error:
         if any(p.is_meta for p in model.parameters()):
+            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+                raise ButtressError(
+                    "the forward pass depends on values, which a model on the meta device does not have: give real "
+                    f"parameters and inputs, or let experts use grouped products ({error})"
+                ) from None
             raise
         # The model may read values, which fake tensors do not have. If it is broken, this raises too.
-        return _count(copy.deepcopy(model), example_inputs)
+        return _count(copy.deepcopy(model), tree_map_only(Tensor, _not_a_view, example_inputs))
+
+
+def _not_a_view(tensor: Tensor) -> Tensor:
+    """A tensor whose storage holds nothing else, as a copy where needed."""
+    if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
@@ -108,6 +138,7 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(removing(*counter.hooks(model)))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda t: t))
+        stack.enter_context(counter.uncounted)
         stack.enter_context(counter.flops)
         output = model(*inputs)
         counter.charge()
@@ -118,6 +149,7 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
         macs=sum(counter.macs.values()),
         activation_bytes=sum(counter.saved_bytes.values()),
         rows=tuple(_rows(model, counter.macs, counter.saved_bytes)),
+        not_counted=tuple(f"{module or '(model)'}: {operator}" for module, operator in counter.uncounted.names),
     )
 
 
@@ -135,6 +167,7 @@ class _Counter:
         self._saved: list[Tensor] = []
         self._running = [""]
         self._charged_flops = 0
+        self.uncounted = UncountedOperators(self.flops.flop_registry, model.parameters(), lambda: self._running[-1])
 
     def hooks(self, model: nn.Module) -> list[Handle]:
         """Register hooks that follow which module is running."""

@@ -13,7 +13,7 @@ from buttress import ops
 from buttress.core.scaling import lookup_stds
 from buttress.core.structures import Structure
 from buttress.errors import ShapeError, StructureError
-from buttress.nn.structured import Structured, checked_size
+from buttress.nn.structured import Structured, check_projectable, checked_size
 from buttress.ops.norms import balanced, rms
 from buttress.projection.closed_form import project
 
@@ -29,7 +29,7 @@ class StructuredEmbedding(Structured):
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Size of each row.
-        structure: The structure of the matrix, such as ``BTT(rank=4)``.
+        structure: The structure of the matrix, such as ``BTT(rank=4)`` or "btt(rank=4)".
         padding_idx: A row that gets no gradient when it is looked up, counted from the end where negative. It starts
             at zero where the last-applied factor has entries of its own for each row, else like any other row.
         std: Standard deviation of the entries of the rows at the start. With 0 the last-applied factor starts at zero.
@@ -46,12 +46,14 @@ class StructuredEmbedding(Structured):
         chain: The chain of factors that the structure has at these sizes, from embedding_dim to num_embeddings.
         factors: nn.ParameterDict of the factors in order of application, each of shape ``(blocks, d_out, d_in)``.
         gains: nn.ParameterDict of one gain of shape ``(1,)`` per factor; empty unless ``normalize`` is set.
-        weight: The matrix, of shape ``(num_embeddings, embedding_dim)``, computed on each access.
+        weight: The matrix, of shape ``(num_embeddings, embedding_dim)``, computed on each access. Writing to it
+            raises.
         macs: Multiply-accumulates per lookup.
 
     Raises:
         ShapeError: If a size is not an integer >= 1, or ``padding_idx`` is not a row.
-        StructureError: If ``structure`` is not a Structure, or ``std`` is negative or non-finite.
+        StructureError: If ``structure`` is neither a Structure nor the text of one, or ``std`` is negative or
+            non-finite.
 
     Example:
         >>> embedding = StructuredEmbedding(50257, 768, BTT(rank=4))
@@ -63,7 +65,7 @@ class StructuredEmbedding(Structured):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        structure: Structure,
+        structure: Structure | str,
         padding_idx: int | None = None,
         *,
         std: float = 1.0,
@@ -113,7 +115,7 @@ class StructuredEmbedding(Structured):
 
     @classmethod
     def from_dense(
-        cls, embedding: nn.Embedding, structure: Structure, *, normalize: bool = False
+        cls, embedding: nn.Embedding, structure: Structure | str, *, normalize: bool = False
     ) -> StructuredEmbedding:
         """The structured embedding nearest to a dense one, by `project`.
 
@@ -125,9 +127,13 @@ class StructuredEmbedding(Structured):
         Returns:
             An embedding on the same device and of the same data type. An all-zero table gives a zero start.
 
+        Raises:
+            StructureError: If the table is quantized.
+
         Example:
             >>> embedding = StructuredEmbedding.from_dense(nn.Embedding(1000, 64), BTT(rank=4))
         """
+        check_projectable(embedding.weight)
         structured = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -138,7 +144,7 @@ class StructuredEmbedding(Structured):
             device=embedding.weight.device,
             dtype=embedding.weight.dtype,
         )
-        structured.assign(project(structure, embedding.weight).factors if structured.std else {})
+        structured.assign(project(structured.structure, embedding.weight).factors if structured.std else {})
         return structured
 
     @torch.no_grad()
@@ -163,6 +169,9 @@ class StructuredEmbedding(Structured):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up rows by their numbers `ids`, of any shape."""
+        return self._within_containers(self._rows, ids)
+
+    def _rows(self, ids: Tensor) -> Tensor:
         scales = self.scales() if self.normalize else None
         rows = ops.rows(self.chain, self.stored_factors(), ids, scales=scales)
         if self.padding_idx is None:

@@ -11,7 +11,7 @@ from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.scaling import init_std
 from buttress.core.structures import Structure
-from buttress.nn.structured import Structured, checked_size
+from buttress.nn.structured import Structured, check_projectable, checked_size
 from buttress.projection.closed_form import project
 
 
@@ -24,7 +24,7 @@ class StructuredLinear(Structured):
     Args:
         in_features: Size of each input.
         out_features: Size of each output.
-        structure: The structure of W, such as ``BTT(rank=2)``.
+        structure: The structure of W, such as ``BTT(rank=2)`` or "btt(rank=2)".
         bias: Whether the layer has a learnable bias.
         zero_init: Whether the last-applied factor starts at zero. The output is then zero at the start, and every
             factor learns from the second step on.
@@ -42,13 +42,13 @@ class StructuredLinear(Structured):
         factors: nn.ParameterDict of the factors in order of application, each of shape ``(blocks, d_out, d_in)``.
         gains: nn.ParameterDict of one gain of shape ``(1,)`` per factor; empty unless ``normalize`` is set.
         bias: The bias, of shape ``(out_features,)``, or None.
-        weight: W itself, of shape ``(out_features, in_features)``, computed on each access.
+        weight: W itself, of shape ``(out_features, in_features)``, computed on each access. Writing to it raises.
         recompute: Whether the backward pass computes the intermediates between the factors again instead of storing
             them: less memory, slightly more time. False by default.
 
     Raises:
         ShapeError: If a size is not an integer >= 1.
-        StructureError: If ``structure`` is not a Structure.
+        StructureError: If ``structure`` is neither a Structure nor the text of one.
 
     Example:
         >>> layer = StructuredLinear(1024, 4096, BTT(rank=2))
@@ -62,7 +62,7 @@ class StructuredLinear(Structured):
         self,
         in_features: int,
         out_features: int,
-        structure: Structure,
+        structure: Structure | str,
         bias: bool = True,
         *,
         zero_init: bool = False,
@@ -99,7 +99,7 @@ class StructuredLinear(Structured):
             self.bias.zero_()
 
     @classmethod
-    def from_dense(cls, linear: nn.Linear, structure: Structure, *, normalize: bool = False) -> StructuredLinear:
+    def from_dense(cls, linear: nn.Linear, structure: Structure | str, *, normalize: bool = False) -> StructuredLinear:
         """The structured layer nearest to a dense one, by `project`.
 
         Args:
@@ -110,9 +110,13 @@ class StructuredLinear(Structured):
         Returns:
             A layer on the same device and of the same data type. An all-zero weight gives a zero start.
 
+        Raises:
+            StructureError: If the weight is quantized.
+
         Example:
             >>> layer = StructuredLinear.from_dense(nn.Linear(64, 64), BTT(rank=4))
         """
+        check_projectable(linear.weight)
         zero = not bool(linear.weight.any())
         layer = cls(
             linear.in_features,
@@ -125,7 +129,7 @@ class StructuredLinear(Structured):
             dtype=linear.weight.dtype,
         )
         # A zero start represents zero exactly, and keeps the other factors nonzero, so that the layer can learn.
-        layer.assign({} if zero else project(structure, linear.weight).factors, linear.bias)
+        layer.assign({} if zero else project(layer.structure, linear.weight).factors, linear.bias)
         return layer
 
     @torch.no_grad()
@@ -142,6 +146,9 @@ class StructuredLinear(Structured):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x`, of shape (*, in_features)."""
+        return self._within_containers(self._multiply, x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         return ops.apply(
             self.chain,
             x,

@@ -7,6 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from buttress.errors import ReadOnlyError
+from buttress.nn.computed import computed
+
+PARTS_ARE_FUSED = (
+    "the {0} of a split layer is put together from its parts, so a write to it would be lost: write to the {0} of each "
+    "of layer.parts, or to {0}.clone()"
+)
+
 
 class SplitLinear(nn.Module):
     """Linear layers in parallel on one input, with their outputs concatenated.
@@ -59,14 +67,32 @@ class SplitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The fused matrix, of shape (out_features, in_features), computed on each access."""
-        return torch.cat([part.weight for part in self.parts if isinstance(part.weight, Tensor)])
+        """The fused matrix, of shape (out_features, in_features), computed on each access. Writing to it raises."""
+        return self._fused("weight", [part.weight for part in self.parts if isinstance(part.weight, Tensor)])
+
+    @weight.setter
+    def weight(self, value: object) -> None:
+        raise ReadOnlyError(PARTS_ARE_FUSED.format("weight"))
 
     @property
     def bias(self) -> Tensor | None:
-        """The concatenated biases of the parts, of shape (out_features,), or None."""
+        """The concatenated biases of the parts, of shape (out_features,), or None. Writing to it raises."""
         biases = [part.bias for part in self.parts if isinstance(part.bias, Tensor)]
-        return torch.cat(biases) if biases else None
+        return self._fused("bias", biases) if biases else None
+
+    @bias.setter
+    def bias(self, value: object) -> None:
+        raise ReadOnlyError(PARTS_ARE_FUSED.format("bias"))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as for any module; there can be none called "weight" or "bias"."""
+        if name in ("weight", "bias"):
+            raise ReadOnlyError(PARTS_ARE_FUSED.format(name))
+        super().register_parameter(name, param)
+
+    @staticmethod
+    def _fused(name: str, tensors: list[Tensor]) -> Tensor:
+        return computed(lambda: torch.cat(tensors), tensors, refusal=PARTS_ARE_FUSED.format(name))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply every part to `x` and concatenate the outputs."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from buttress import ops
 from buttress.core.chain import Chain
-from buttress.core.structures import Structure
-from buttress.errors import ShapeError, StructureError
+from buttress.core.structures import Structure, parse
+from buttress.errors import ButtressError, ReadOnlyError, ShapeError, StructureError
+from buttress.nn.computed import computed
 from buttress.ops.framing import scaled_factors
 from buttress.ops.norms import mean_square
 
@@ -39,11 +42,41 @@ def checked_size(label: str, value: int) -> int:
     return size
 
 
+def check_projectable(weight: Tensor) -> None:
+    """Check that a dense weight holds the numbers themselves, not a quantized form of them.
+
+    Args:
+        weight: The weight of a dense layer.
+
+    Raises:
+        StructureError: If it is a tensor of another class, or does not hold real floating-point numbers.
+    """
+    if is_traceable_wrapper_subclass(weight) or not weight.is_floating_point():
+        kind = type(weight.data).__name__ if weight.is_floating_point() else str(weight.dtype)
+        raise StructureError(
+            f"a weight of {kind} cannot be projected: load the model without quantization, or dequantize it first"
+        )
+
+
+WEIGHT_IS_COMPUTED = (
+    "the weight of a structured layer is computed from its factors, so a write to it would be lost: use "
+    "layer.assign(project(layer.structure, weight).factors) or layer.reset_parameters(), or write to weight.clone()"
+)
+
+
+class ParameterContainer(nn.ParameterDict):
+    """A ParameterDict with a forward pass, for hooks that load its parameters around it."""
+
+    def forward(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a computation that uses these parameters."""
+        return compute(x)
+
+
 class Structured(nn.Module):
     """The factors and gains of a structured (d_out, d_in) matrix; subclasses define how the matrix is used.
 
     Args:
-        structure: The structure of the matrix.
+        structure: The structure of the matrix, or its text.
         d_in: Number of columns.
         d_out: Number of rows.
         stds: Function of the chain that returns the nominal standard deviation of each factor's entries, by name. The
@@ -61,14 +94,14 @@ class Structured(nn.Module):
         stands_for: Class that `densify_` restores; None for the usual one, nn.Linear or nn.Embedding.
 
     Raises:
-        StructureError: If ``structure`` is not a Structure.
+        StructureError: If ``structure`` is neither a Structure nor the text of one.
     """
 
     stands_for: type[nn.Module] | None = None
 
     def __init__(
         self,
-        structure: Structure,
+        structure: Structure | str,
         d_in: int,
         d_out: int,
         *,
@@ -79,10 +112,9 @@ class Structured(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        structure = parse(structure) if isinstance(structure, str) else structure
         if not isinstance(structure, Structure):
-            raise StructureError(
-                f"structure must be a Structure such as BTT(rank=2), got {structure!r}; use parse() for a text"
-            )
+            raise StructureError(f"structure must be a Structure such as BTT(rank=2), or its text, got {structure!r}")
         self.structure = structure
         self.chain: Chain = structure.chain(d_in, d_out)
         ops.prepare(self.chain)
@@ -91,12 +123,18 @@ class Structured(nn.Module):
         self.stds = stds(self.chain)
         placement: dict[str, Any] = {"device": device, "dtype": dtype}
         # Pairs, because ParameterDict would sort a dict: the factors stay in order of application.
-        self.factors = nn.ParameterDict(
+        self.factors = ParameterContainer(
             [(f.name, nn.Parameter(torch.empty(f.shape, **placement))) for f in self.chain.factors]
         )
         # Of shape (1,), because FSDP2 cannot shard a tensor without dimensions.
         gains = [(f.name, nn.Parameter(torch.empty(1, **placement))) for f in self.chain.factors] if normalize else []
-        self.gains = nn.ParameterDict(gains)
+        self.gains = ParameterContainer(gains)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Raise: torch.jit.script asks each module for a form that it can compile."""
+        raise ButtressError(
+            "torch.jit.script cannot compile structured layers: use torch.export, torch.compile or torch.jit.trace"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -182,8 +220,36 @@ class Structured(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix, computed on each access, for callers that read `module.weight`."""
-        return self.to_dense()
+        """The dense matrix, computed on each access, for callers that read `module.weight`.
+
+        Writing to it, or to a view of it, raises a ReadOnlyError.
+        """
+        return computed(self.to_dense, list(self.factors.values()), refusal=WEIGHT_IS_COMPUTED)
+
+    @weight.setter
+    def weight(self, value: object) -> None:
+        raise ReadOnlyError(WEIGHT_IS_COMPUTED)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as for any module; there can be none called "weight"."""
+        if name == "weight":
+            raise ReadOnlyError(WEIGHT_IS_COMPUTED)
+        super().register_parameter(name, param)
+
+    def _within_containers(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a computation that uses the factors, inside the hooks that someone put around the containers.
+
+        Offloading (accelerate) wraps the `forward` of the module that owns a parameter, and loads it for that call
+        only.
+        """
+        if not isinstance(x, Tensor) and isinstance(x, torch.fx.Proxy):
+            # A leaf of the graph, as torch's own modules are.
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
+        for name in ("factors", "gains"):
+            container = self._modules[name]
+            if container is not None and "forward" in container.__dict__:
+                compute = partial(container.forward, compute)
+        return compute(x)
 
     def _load_from_state_dict(
         self,

@@ -47,10 +47,11 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -
     if (
         not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     ):
-        # Compilers and function transforms derive their own gradients.
+        # Compilers, torch.jit.trace and function transforms derive their own gradients.
         return _forward(layout, z, factors)[0]
     y: Tensor = BmmFunction.apply(layout, recompute, z, *factors)  # type: ignore[no-untyped-call]
     return y

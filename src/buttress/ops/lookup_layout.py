@@ -90,7 +90,8 @@ class LookupFactor:
             entry = entry * size + indices[position]
         if valid is not None:
             entry = torch.where(valid, entry, self.table_shape[0])
-        if torch.is_grad_enabled():
+        # torch.jit.trace compares a trace with one without gradients.
+        if torch.is_grad_enabled() or torch._C._get_tracing_state() is not None:
             # Its gradient is faster than that of index_select. It needs contiguous entries, possibly a copy.
             return F.embedding(entry, table.reshape(self.table_shape[0], -1))
         return table.index_select(0, entry)

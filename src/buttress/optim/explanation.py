@@ -81,7 +81,7 @@ def explain(
         One row per trainable parameter.
 
     Raises:
-        RuleError: As `param_groups` does.
+        RuleError: As `param_groups` does. A parameter whose rate cannot be derived is explained, not refused.
 
     Example:
         >>> print(explain(model, lr=3e-3, base=narrow))

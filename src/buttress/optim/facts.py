@@ -12,11 +12,12 @@ from torch import nn
 
 from buttress.core.chain import Chain
 from buttress.core.scaling import lookup_slices
-from buttress.inspection.names import is_conv1d, join, modules
+from buttress.inspection.names import join, modules
 from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
+from buttress.optim.matrices import dense_matrix, is_vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class ParameterFacts:
         std: For a factor, the nominal standard deviation of its entries.
         row_std: For a factor of an embedding, the standard deviation of the entries of the rows.
         share: The fraction of a fused layer's outputs that this layer has.
+        table_shape: For a parameter that is taken for a table, its shape; else None.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class ParameterFacts:
     std: float | None = None
     row_std: float | None = None
     share: float = 1.0
+    table_shape: tuple[int, ...] | None = None
 
     @property
     def layer_sizes(self) -> tuple[int, int]:
@@ -83,40 +86,22 @@ def _module_facts(name: str, module: nn.Module) -> dict[str, ParameterFacts]:
 
 def _dense_facts(name: str, module: nn.Module, key: str, p: nn.Parameter) -> ParameterFacts:
     """Facts about a parameter of a dense module."""
-    decays = p.dim() >= 2
-    if (matrix := _dense_matrix(name, module, key, p)) is not None:
-        return matrix
+    if (matrix := dense_matrix(module, key, p)) is not None:
+        layer = join(name, matrix.part) if matrix.part else name
+        return ParameterFacts(
+            kind=matrix.kind, layer=layer, d_in=matrix.d_in, d_out=matrix.d_out, is_matrix=True, decays=True
+        )
     d_out = p.shape[-1] if p.dim() else 1
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return ParameterFacts(kind="embedding: one row per token", layer=name, d_out=d_out, decays=True)
+    if not is_vector(key, p):
+        kind = "bare parameter: taken for a table, not a matrix"
+        return ParameterFacts(kind=kind, layer=name, d_out=d_out, decays=True, table_shape=tuple(p.shape))
     if isinstance(module, nn.MultiheadAttention) and key == "in_proj_bias":
         d_out //= 3
-    kind = "vector: one number per feature"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        kind = "embedding: one row per token"
-    elif p.dim() >= 2:
-        kind = "bare parameter: taken for a table, not a matrix"
-    return ParameterFacts(kind=kind, layer=name, d_out=d_out, decays=decays)
-
-
-def _dense_matrix(name: str, module: nn.Module, key: str, p: nn.Parameter) -> ParameterFacts | None:
-    """Facts about a parameter that is a matrix applied to features; None for any other."""
-    layer = name
-    if isinstance(module, nn.Linear) and key == "weight":
-        kind, (d_out, d_in) = "dense", p.shape
-    elif is_conv1d(module) and key == "weight":
-        kind, (d_in, d_out) = "dense (Conv1D)", p.shape
-    elif isinstance(module, nn.modules.conv._ConvNd) and key == "weight":
-        kind, d_in, d_out = "convolution", p[0].numel(), p.shape[0]
-        if module.transposed:  # stored as (in, out, ...)
-            d_in, d_out = p[:, 0].numel() // module.groups, p.shape[1] * module.groups
-    elif isinstance(module, nn.MultiheadAttention) and key.endswith("proj_weight"):
-        kind, (d_out, d_in) = "dense (attention)", p.shape
-        if key == "in_proj_weight":  # three matrices in one
-            d_out //= 3
-        else:  # q_proj_weight corresponds to the weight of q_proj in a ProjectedAttention
-            layer = f"{name}.{key.removesuffix('_weight')}"
-    else:
-        return None
-    return ParameterFacts(kind=kind, layer=layer, d_in=d_in, d_out=d_out, is_matrix=True, decays=p.dim() >= 2)
+    elif p.dim() and p.numel() == max(p.shape):
+        d_out = p.numel()
+    return ParameterFacts(kind="vector: one number per feature", layer=name, d_out=d_out, decays=False)
 
 
 def _structured_facts(name: str, module: Structured) -> dict[str, ParameterFacts]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from buttress.errors import RuleError
+from buttress.optim.flattened_rates import watch_optimizers
 from buttress.optim.rates import RateOptions, parameter_rates
 from buttress.optim.width_transfer import Base
 
@@ -23,15 +25,18 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer with the right learning rate for every parameter.
 
-    The rates are the same before and after deepcopy, torch.compile, fully_shard and loading.
+    The rates are the same before and after deepcopy, torch.compile, fully_shard and loading. An optimizer that steps
+    with one rate for all groups warns: a schedule must scale rates, not set them.
 
     Args:
         model: The model. Frozen parameters are left out, tied ones appear once.
         lr: The rate that suits the dense model, at the width of `base` if that is given.
         base: The width where `lr` was tuned: a model, which may be on the meta device, or
             {module name: d_in or (d_in, d_out)}. Default: the width of `model`.
-        weight_decay: Weight decay of matrices and tables; vectors, norms and gains get none.
-        rule: "adam" (also AdamW), "sgd", "sign" (Lion) or "muon".
+        weight_decay: Weight decay of matrices and tables. Vectors, norms, biases and gains get none, nor do parameters
+            that the model's `no_weight_decay()` names or that have an attribute `_no_weight_decay`.
+        rule: "adam" (also AdamW), "sgd", "sign" (Lion) or "muon". Groups of the rule "muon" need an optimizer that
+            orthogonalizes each matrix of a stack; torch.optim.Muon refuses factors, which are three-dimensional.
         scale: Globs over parameter names, each with an extra multiplier; the first match wins.
         structure_aware: Whether each factor gets the rate that suits its sizes. If False, it gets the dense layer's
             rate, which is the naive rule, for comparison.
@@ -42,8 +47,9 @@ def param_groups(
         have the rule "adam".
 
     Raises:
-        RuleError: If `lr` is negative, the rule is unknown, `base` lacks a layer or size, or a glob of `scale`
-            matches nothing.
+        RuleError: If `lr` is negative, the rule is unknown, `base` lacks a layer or size, a glob of `scale` matches
+            nothing, FSDP1 has flattened the parameters, or a parameter that is in no layer looks like a matrix next to
+            `base`, so that its rate cannot be derived.
 
     Example:
         >>> optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, weight_decay=0.1))
@@ -55,7 +61,15 @@ def param_groups(
         lr=lr, base=base, weight_decay=weight_decay, rule=rule, scale=scale, structure_aware=structure_aware
     )
     groups: dict[tuple[float, float, str], dict[str, Any]] = {}
-    for p in parameter_rates(model, options):
+    rates = list(parameter_rates(model, options))
+    if unknown := [p.name for p in rates if p.fan_in_is_unknown]:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise RuleError(
+            f"the fan-in of {', '.join(unknown[:3])}{more} cannot be told: give each a multiplier, "
+            "scale={name or glob: fan-in of the base / fan-in}, with 1 for what is no matrix"
+        )
+    watch_optimizers()
+    for p in rates:
         key = (p.multiplier, p.weight_decay, p.rule)
         group = groups.setdefault(
             key,

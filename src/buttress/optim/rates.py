@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from buttress.core.chain import Chain
-from buttress.core.scaling import lookup_multiplier, lr_multiplier, rate
+from buttress.core.scaling import check_rule, lookup_multiplier, lr_multiplier
 from buttress.errors import RuleError
 from buttress.inspection.names import first_match, parameters
 from buttress.optim.facts import ParameterFacts, parameter_facts
+from buttress.optim.weight_decay import undecayed_parameters
 from buttress.optim.width_transfer import Base, WidthTransfer
 
 
@@ -38,7 +39,8 @@ class ParameterRate:
         multiplier: Its learning rate divided by the base rate.
         weight_decay: Its weight decay.
         rule: The rule that trains it.
-        why: The reasons for the multiplier, as text.
+        why: The reasons for the multiplier and for a decay of zero, as text.
+        fan_in_is_unknown: Whether it may be a matrix whose rate should depend on the width.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ParameterRate:
     weight_decay: float
     rule: str
     why: str
+    fan_in_is_unknown: bool
 
 
 def parameter_rates(model: nn.Module, options: RateOptions) -> Iterator[ParameterRate]:
@@ -63,11 +66,10 @@ def parameter_rates(model: nn.Module, options: RateOptions) -> Iterator[Paramete
     Raises:
         RuleError: If a rule, rate or base cannot be used, or a glob of `scale` matches no parameter.
     """
-    if not options.lr >= 0:
-        raise RuleError(f"lr must be a number >= 0, got {options.lr!r}")
-    rate(options.rule, 1, 1)  # raises for an unknown rule
+    _check(model, options)
     facts = parameter_facts(model)
     every_name = parameters(model)
+    _check_not_flat(every_name.values())
     names: dict[int, list[str]] = {}
     for name, parameter in every_name.items():
         names.setdefault(id(parameter), []).append(name)
@@ -75,25 +77,47 @@ def parameter_rates(model: nn.Module, options: RateOptions) -> Iterator[Paramete
     for glob, reason in scales.unmatched.items():
         raise RuleError(f"scale: no parameter matches {glob!r}; {reason}")
     transfer = WidthTransfer(options.base, facts)
+    undecayed = undecayed_parameters(model, every_name)
     for name, *other_names in names.values():
         parameter = every_name[name]
         if parameter.requires_grad:
-            scale = next((scales.values[n] for n in (name, *other_names) if n in scales.values), None)
-            yield _rate(name, other_names, parameter, facts[name], options, transfer, scale)
+            rate = _rate(name, parameter, facts[name], options, transfer)
+            every_own_name = (name, *other_names)
+            rate = _scaled(rate, next((scales.values[n] for n in every_own_name if n in scales.values), None))
+            rate = _undecayed(rate, next((undecayed[n] for n in every_own_name if n in undecayed), None))
+            yield _noted(rate, f"shared with {', '.join(other_names)}" if other_names else "")
+
+
+def _check(model: nn.Module, options: RateOptions) -> None:
+    if not isinstance(model, nn.Module):
+        raise RuleError(
+            f"the first argument must be the model, got {type(model).__name__}: rates follow from the modules that own "
+            "the parameters, so give model, not model.parameters()"
+        )
+    if not options.lr >= 0:
+        raise RuleError(f"lr must be a number >= 0, got {options.lr!r}")
+    check_rule(options.rule)
+
+
+def _check_not_flat(every_parameter: Iterable[nn.Parameter]) -> None:
+    """Raise for the parameters of FSDP1 where it has flattened them."""
+    flattened = [p for p in every_parameter if getattr(p, "_fsdp_flattened", False)]
+    if flattened and all(p.dim() <= 1 for p in flattened):
+        raise RuleError(
+            "FullyShardedDataParallel (FSDP1) has flattened the parameters, which hides their sizes: use fully_shard, "
+            "or FullyShardedDataParallel(model, use_orig_params=True) with groups made before wrapping"
+        )
 
 
 def _rate(
-    name: str,
-    other_names: list[str],
-    parameter: nn.Parameter,
-    facts: ParameterFacts,
-    options: RateOptions,
-    transfer: WidthTransfer,
-    scale: float | None,
+    name: str, parameter: nn.Parameter, facts: ParameterFacts, options: RateOptions, transfer: WidthTransfer
 ) -> ParameterRate:
     # Muon orthogonalizes matrices; vectors and embeddings are trained by Adam next to it.
     rule = options.rule if facts.is_matrix or options.rule != "muon" else "adam"
     multiplier, reason = transfer.multiplier(name, facts, rule)
+    fan_in_is_unknown = transfer.fan_in_is_unknown(name, facts)
+    if fan_in_is_unknown:
+        reason = "its shape changes like a matrix with unknown fan-in: give its multiplier with scale"
     why = [facts.kind, reason]
     if facts.chain:
         kappa, reason = _kappa(facts, facts.chain, rule)
@@ -102,21 +126,39 @@ def _rate(
             why.append(f"kappa = {kappa:.4g}: {reason}, 1 of {len(facts.chain.factors)}")
         else:
             why.append("naive: the dense layer's rate")
-    if scale is not None:
-        multiplier *= scale
-        why.append(f"scale {scale:.4g}")
-    if other_names:
-        why.append(f"shared with {', '.join(other_names)}")
     return ParameterRate(
         name=name,
         parameter=parameter,
         facts=facts,
-        # Rounded, because equal rates from different divisions may differ in the last bit and form two groups.
-        multiplier=float(f"{multiplier:.14g}"),
+        multiplier=_rounded(multiplier),
         weight_decay=options.weight_decay if facts.decays else 0.0,
         rule=rule,
         why="; ".join(text for text in why if text),
+        fan_in_is_unknown=fan_in_is_unknown,
     )
+
+
+def _rounded(multiplier: float) -> float:
+    """Equal rates from different divisions may differ in the last bit, and would form two groups."""
+    return float(f"{multiplier:.14g}")
+
+
+def _noted(rate: ParameterRate, text: str) -> ParameterRate:
+    return replace(rate, why=f"{rate.why}; {text}") if text else rate
+
+
+def _scaled(rate: ParameterRate, scale: float | None) -> ParameterRate:
+    if scale is None:
+        return rate
+    # Whoever scales a parameter by name has decided how its rate depends on the width.
+    scaled = replace(rate, multiplier=_rounded(rate.multiplier * scale), fan_in_is_unknown=False)
+    return _noted(scaled, f"scale {scale:.4g}")
+
+
+def _undecayed(rate: ParameterRate, reason: str | None) -> ParameterRate:
+    if reason is None or not rate.facts.decays:
+        return rate
+    return _noted(replace(rate, weight_decay=0.0), reason)
 
 
 def _kappa(facts: ParameterFacts, chain: Chain, rule: str) -> tuple[float, str]:

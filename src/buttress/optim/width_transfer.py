@@ -67,6 +67,23 @@ class WidthTransfer:
             base_out = d_out
         return rate(rule, d_in, d_out) / rate(rule, base_in, base_out), f"width {base_in} -> {d_in}"
 
+    def fan_in_is_unknown(self, name: str, facts: ParameterFacts) -> bool:
+        """Whether a parameter that is taken for a table looks like a matrix next to the base.
+
+        The rows of a table have one number per feature, so only its last axis grows with the width.
+
+        Args:
+            name: Name of the parameter.
+            facts: Facts about it.
+
+        Returns:
+            Whether another axis differs from the base. A base given by sizes does not tell.
+        """
+        in_base = self._base_facts.get(name)
+        if facts.table_shape is None or in_base is None or in_base.table_shape is None:
+            return False
+        return facts.table_shape[:-1] != in_base.table_shape[:-1]
+
     def _vector_multiplier(self, name: str, facts: ParameterFacts, rule: str) -> tuple[float, str]:
         """Only a rule that depends on d_out treats vectors of different lengths differently."""
         if not _depends_on_d_out(rule, 1) or facts.d_out == 1:
