@@ -30,6 +30,10 @@ test-slow: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py --figures
 
+# Checks every architecture of the compatibility matrix again, and writes its record and its page.
+compatibility: $(READY)
+	$(BIN)/python docs/generate.py --compatibility
+
 notebooks: $(READY)
 	$(BIN)/python docs/generate.py --notebooks
 

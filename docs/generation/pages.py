@@ -1,4 +1,4 @@
-"""Whole pages, written from the code: structures, command line, run fields."""
+"""Whole pages, written from the code: structures, command line, run fields, compatibility."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import buttress as bt
 from buttress.cli.app import app
 from buttress.lab.runs.config import CHOICES, Run
 
+from .compatibility import record
 from .markdown import TIMES, number, table
 
 WIDTH = 1024
@@ -144,4 +145,5 @@ PAGES = {
     "reference/structures.md": structures_page,
     "reference/command-line.md": command_line_page,
     "reference/run-fields.md": run_fields_page,
+    "reference/compatibility.md": record.page,
 }
