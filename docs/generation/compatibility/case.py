@@ -95,18 +95,18 @@ def waveforms() -> dict[str, Tensor]:
     return {"input_values": torch.randn(2, 400, generator=torch.Generator().manual_seed(0))}
 
 
-def tokenizer() -> Any:
+def tokenizer(image_token: str = "<image>") -> Any:
     """One token per word."""
     import tokenizers
     import transformers
 
-    words = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<mask>", *(f"w{i}" for i in range(6, VOCABULARY))]
+    words = ["<pad>", "<s>", "</s>", "<unk>", image_token, "<mask>", *(f"w{i}" for i in range(6, VOCABULARY))]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     fast = tokenizers.Tokenizer(model)
     fast.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=fast, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        mask_token="<mask>", additional_special_tokens=["<image>"], model_max_length=32,
+        mask_token="<mask>", additional_special_tokens=[image_token], model_max_length=32,
     )  # fmt: skip
 
 
@@ -114,3 +114,23 @@ def image_processor() -> Any:
     import transformers
 
     return transformers.ViTImageProcessor(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+
+
+def llava_processor() -> Any:
+    import transformers
+
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": IMAGE_SIZE}, crop_size=size)
+    return transformers.LlavaProcessor(
+        images, tokenizer(), patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+
+
+def qwen2_vl_processor() -> Any:
+    import transformers
+
+    sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+    pixels_of_an_image = {"shortest_edge": IMAGE_SIZE**2, "longest_edge": IMAGE_SIZE**2}
+    images = transformers.Qwen2VLImageProcessor(**sizes, size=pixels_of_an_image)
+    videos = transformers.Qwen2VLVideoProcessor(**sizes, size=pixels_of_an_image)
+    return transformers.Qwen2VLProcessor(images, tokenizer("<|image_pad|>"), videos)

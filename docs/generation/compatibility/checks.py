@@ -162,7 +162,14 @@ def through_plan(case: Case, model: nn.Module, folder: Path) -> nn.Module:
 
 def check_compression(case: Case, model: nn.Module, folder: Path) -> None:
     write_folder(case, model, folder / "original")
-    options = calibration(case, folder) | {"batch": 8, "length": 8, "calibration_batches": 2, "sweeps": 0}
+    options: dict[str, Any] = calibration(case, folder) | {
+        "batch": 8,
+        "length": 8,
+        "calibration_batches": 2,
+        "sweeps": 0,
+    }
+    if isinstance(case.plan, dict):
+        options["layers"] = list(case.plan)
     bt.compress(folder / "original", folder / "small", keep=0.6, candidates=["low_rank(rank=4)"], **options)
     if case.library == "timm":
         import buttress.vision
@@ -205,7 +212,7 @@ def calibration(case: Case, folder: Path) -> dict[str, Path]:
         for i in range(EXAMPLES):
             pixels = torch.randint(0, 256, (8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
             Image.fromarray(pixels.numpy()).resize((40, 40)).save(folder / "images" / f"{i}.png")
-        options.setdefault("text", folder / "images")
+        options["images" if options else "text"] = folder / "images"
     return options
 
 

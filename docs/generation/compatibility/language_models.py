@@ -18,6 +18,8 @@ from .case import (
     Case,
     encoder_and_decoder_tokens,
     image_processor,
+    llava_processor,
+    qwen2_vl_processor,
     spectrograms,
     tokenizer,
     tokens,
@@ -32,6 +34,7 @@ SMALL = LAYERS | IDS | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 ROUTED = GROUPED | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MULTIMODAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+SEPARATE = (tokenizer, image_processor)
 TOWER = LAYERS | {"image_size": IMAGE_SIZE, "patch_size": 8}
 
 
@@ -47,12 +50,12 @@ def sound(label: str, cls: str, inputs: Callable[[], dict[str, Tensor]], **confi
     return Case(label, "transformers", lambda: model_of(cls, config), inputs, (AUDIO,), preprocessors=(tokenizer,))
 
 
-def text_and_images(label: str, cls: str, inputs: Callable[[], dict[str, Tensor]], **config: Any) -> Case:
+def text_and_images(
+    label: str, cls: str, inputs: Callable[[], dict[str, Tensor]], *preprocessors: Callable[[], Any], **config: Any
+) -> Case:
     """Return the row of a model that reads text and images."""
-    return Case(
-        label, "transformers", lambda: model_of(cls, config), inputs, (TEXT, IMAGES),
-        preprocessors=(tokenizer, image_processor),
-    )  # fmt: skip
+    build = lambda: model_of(cls, config)  # noqa: E731
+    return Case(label, "transformers", build, inputs, (TEXT, IMAGES), preprocessors=preprocessors)
 
 
 def model_of(cls: str, config: dict[str, Any]) -> Any:
@@ -122,15 +125,16 @@ SEQUENCE_TO_SEQUENCE = (
 
 TEXT_AND_IMAGES = (
     text_and_images(
-        "CLIP", "CLIPModel", tokens_and_images, text_config=SMALL, vision_config=TOWER, projection_dim=32
+        "CLIP", "CLIPModel", tokens_and_images, *SEPARATE, text_config=SMALL, vision_config=TOWER, projection_dim=32
     ),
-    text_and_images("SigLIP", "SiglipModel", tokens_and_images, text_config=SMALL, vision_config=TOWER),
+    text_and_images("SigLIP", "SiglipModel", tokens_and_images, *SEPARATE, text_config=SMALL, vision_config=TOWER),
     text_and_images(
-        "LLaVA", "LlavaForConditionalGeneration", tokens_around_images, image_token_index=IMAGE_TOKEN,
+        "LLaVA", "LlavaForConditionalGeneration", tokens_around_images, llava_processor, image_token_index=IMAGE_TOKEN,
         text_config=GROUPED | {"model_type": "llama"}, vision_config=TOWER | {"model_type": "clip_vision_model"},
     ),
     text_and_images(
-        "Qwen2-VL", "Qwen2VLForConditionalGeneration", tokens_around_patches, image_token_id=IMAGE_TOKEN,
+        "Qwen2-VL", "Qwen2VLForConditionalGeneration", tokens_around_patches, qwen2_vl_processor,
+        image_token_id=IMAGE_TOKEN, vision_start_token_id=IMAGE_TOKEN, video_token_id=3,
         text_config=GROUPED | {"rope_parameters": MULTIMODAL_ROPE},
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8, "mlp_ratio": 2},
     ),

@@ -23,6 +23,7 @@ and with random weights.
 `make test` repeats the same checks and fails if a row gets worse.
 
 - **Reached** is the share of the parameters in layers that `bt.replace_(model, bt.BTT(rank=2))` replaces.
+  In rows that say so, the plan names 1 × 1 convolutions instead.
   At these widths, embeddings and patch embeddings are a larger share of a model than at real ones.
 - **Not reached** names other parameters that are at least 3 % of the model; asterisks stand for numbers.
 - **Surgery**: `replace_`, a forward pass, and `densify_` to the same outputs.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from .case import IMAGE_SIZE, IMAGES, Case, image_processor, images, pixels
+from .case import IMAGE_SIZE, IMAGES, PLAN, Case, image_processor, images, pixels
 from .language_models import TOWER, model_of
 
 CLASSES = 8
@@ -27,6 +28,7 @@ def timm(label: str, name: str, **model_args: Any) -> Case:
         import timm
 
         model = timm.create_model(name, num_classes=CLASSES, **model_args)
+        nn.init.normal_(model.get_classifier().weight, std=0.1)  # behind a head at zero no layer has any effect
         model.pretrained_cfg["input_size"] = (3, size, size)
         return model
 
@@ -60,6 +62,14 @@ def torchvision_resnet() -> nn.Module:
     return ResNet(Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=8)
 
 
+def by_name(case: Case, *globs: str) -> Case:
+    """Return the row of the same model with a plan that names its 1 × 1 convolutions."""
+    return replace(case, label=f"{case.label}, 1 × 1 convolutions by name", plan=dict.fromkeys(globs, PLAN))
+
+
+TIMM_CONVNEXT = timm("ConvNeXt", "convnext_atto", depths=(1, 1, 1, 1), dims=(16, 16, 32, 32))
+TORCHVISION_RESNET = torchvision("ResNet", torchvision_resnet)
+
 CASES = (
     hf("ViT", "ViTForImageClassification", **TOWER),
     hf("DINOv2", "Dinov2ForImageClassification", **TOWER, mlp_ratio=2),
@@ -78,12 +88,14 @@ CASES = (
         "Swin", "swin_tiny_patch4_window7_224", img_size=IMAGE_SIZE, embed_dim=16, depths=(2, 2), num_heads=(2, 4),
         window_size=4,
     ),
-    timm("ConvNeXt", "convnext_atto", depths=(1, 1, 1, 1), dims=(16, 16, 32, 32)),
+    TIMM_CONVNEXT,
+    by_name(TIMM_CONVNEXT, "*.mlp.fc1", "*.mlp.fc2"),
     timm("MobileNetV3", "mobilenetv3_small_050"),
     timm("MLP-Mixer", "mixer_s32_224", img_size=64, mlp_ratio=(1 / 32, 1 / 8)),
     timm("EVA-02", "eva02_tiny_patch14_224", **PATCHES),
     timm("BEiT", "beit_base_patch16_224", **PATCHES),
     torchvision("ViT", torchvision_vit),
     torchvision("Swin", torchvision_swin),
-    torchvision("ResNet", torchvision_resnet),
+    TORCHVISION_RESNET,
+    by_name(TORCHVISION_RESNET, "layer*.*.conv1", "layer*.*.conv3", "layer*.*.downsample.0"),
 )  # fmt: skip
