@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports pytest test-slow test-gpu docs notebooks site bench bench-gpu sanitize fuzz clean
+.PHONY: demo test lint types imports pytest test-slow test-gpu test-versions test-lowest test-newest docs compatibility notebooks site bench bench-gpu sanitize fuzz clean
 
 demo: $(READY)
 	$(BIN)/buttress demo
@@ -31,8 +31,33 @@ test-slow: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m fuzz $(AREA) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
+# The lowest versions that pyproject.toml allows and the newest that pip finds, each in an environment of its own.
+VERSIONED_TESTS := tests/integrations tests/surgery tests/compression tests/nn tests/test_docs_compatibility.py
+
+test-versions: test-lowest test-newest
+
+test-lowest test-newest: test-%: .venv-%/.ready
+	.venv-$*/bin/pytest -m "not slow and not gpu" $(VERSIONED_TESTS)
+
+.venv-lowest/.ready: pyproject.toml $(READY)
+	$(PYTHON) -m venv .venv-lowest
+	cd docs && ../$(BIN)/python -m generation.versions torch transformers timm > ../.venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt torch torchvision
+	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt -e '.[dev]'
+	touch $@
+
+.venv-newest/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade torch torchvision
+	.venv-newest/bin/python -m pip install --quiet --upgrade -e '.[dev]'
+	touch $@
+
 docs: $(READY)
 	$(BIN)/python docs/generate.py --figures
+
+# Checks every architecture of the compatibility matrix again, and writes its record and its page.
+compatibility: $(READY)
+	$(BIN)/python docs/generate.py --compatibility
 
 notebooks: $(READY)
 	$(BIN)/python docs/generate.py --notebooks
@@ -63,4 +88,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build
+	rm -rf $(VENV) .venv-lowest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build

@@ -1,9 +1,9 @@
-"""Write the generated pages and tables: python docs/generate.py [--check] [--figures] [--notebooks]
+"""Write the generated pages and tables: python docs/generate.py [--check] [--figures] [--notebooks] [--compatibility]
 
 Pages under docs/reference come from the code. Tables between `<!-- name -->` and `<!-- end -->`, in README.md or any
 page under docs/, come from the records under results/. With --check nothing is written, and the exit status says
 whether every page is up to date. With --figures the figures under docs/figures are drawn too, with --notebooks the
-tutorials are run again and their outputs stored.
+tutorials are run again and their outputs stored, with --compatibility the architectures are checked again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from generation import cifar10, compression, gpt2, layer_speed, notebooks
+from generation import cifar10, compression, gpt2, layer_speed, notebooks, versions
+from generation.compatibility import record
 from generation.pages import PAGES
 
 DOCS = Path(__file__).parent
 TABLES: dict[str, Callable[[], str]] = (
-    layer_speed.TABLES | cifar10.TABLES | gpt2.TABLES | compression.TABLES
+    layer_speed.TABLES | cifar10.TABLES | gpt2.TABLES | compression.TABLES | versions.TABLES
 )  # fmt: skip
 FIGURES = cifar10.FIGURES | gpt2.FIGURES
 BLOCK = re.compile(r"(<!-- ([\w-]+) -->\n)(?:(?!<!-- [\w-]+ -->).)*?(<!-- end -->)", re.DOTALL)
@@ -64,16 +65,33 @@ def draw_figures() -> None:
         figure.savefig(DOCS / "figures" / name, dpi=110)
 
 
+def check_compatibility() -> None:
+    sys.path.append(str(DOCS.parent / "tests" / "beside_cpu_torch"))
+    import sitecustomize  # noqa: F401  (makes timm and transformers importable next to a CPU build of torch)
+    from generation.compatibility.checks import check_all
+
+    checked = check_all()
+    if record.RECORD.exists():
+        recorded = {row.label: row for row in record.Record.read().rows}
+        for row in checked.rows:
+            for change in record.worse(row, recorded.get(row.label, row)):
+                print(f"worse: {change}", file=sys.stderr)
+    checked.write()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only report whether the pages are up to date")
     parser.add_argument("--figures", action="store_true", help="also draw the figures")
     parser.add_argument("--notebooks", action="store_true", help="also run the tutorials and store their outputs")
+    parser.add_argument("--compatibility", action="store_true", help="also check the architectures again")
     options = parser.parse_args()
     if options.figures:
         draw_figures()
     if options.notebooks:
         notebooks.execute_all()
+    if options.compatibility:
+        check_compatibility()
     try:
         texts = pages()
     except PageError as error:

@@ -75,6 +75,25 @@ class TestGenerated:
         assert rows == list(Run.__dataclass_fields__)
 
 
+def test_lowest_versions_are_below_those_of_make_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packaging.version import Version
+
+    monkeypatch.syspath_prepend(str(DOCS))
+    from generation import versions
+
+    floors, pins = versions.lowest(), versions.pinned()
+    assert set(versions.LIBRARIES) <= set(floors)
+    assert all(Version(floors[name]) <= Version(pins[name]) for name in floors if name in pins)
+
+
+def test_security_has_one_text_on_reporting() -> None:
+    reporting = (ROOT / "SECURITY.md").read_text().partition("and what is not.")[2]
+    assert "## Report a vulnerability" in reporting
+    page = (DOCS / "project/security.md").read_text()
+    assert ":start-after: and what is not." in page
+    assert "## Report" not in page
+
+
 class TestReadme:
     TEXT = (ROOT / "README.md").read_text()
 

@@ -1,9 +1,10 @@
-"""Whole pages, written from the code: structures, command line, run fields."""
+"""Whole pages, written from the code: structures, command line, run fields, compatibility."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from dataclasses import fields
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import typer
 
 import buttress as bt
-from buttress.cli.app import app
+from buttress.cli.app import app, main
 from buttress.lab.runs.config import CHOICES, Run
 
+from .compatibility import record
 from .markdown import TIMES, number, table
 
 WIDTH = 1024
@@ -79,9 +81,17 @@ def command_line_page() -> str:
         f"{group.help}\n\nThe command line needs the extra `lab`. `buttress COMMAND --help` prints the same text.\n"
         "Commands that take `SETTINGS` read [run fields](run-fields.md) as `name=value`.\n\n"
     )
+    codes = exit_codes(main.__doc__ or "")
     overview = table("command | purpose", ((f"[`{n}`](#{n})", first_line(c.help)) for n, c in commands.items()))
     sections = "".join(command_section(name, command) for name, command in commands.items())
-    return NOTE + "# Command line\n\n" + intro + overview + sections
+    return NOTE + "# Command line\n\n" + intro + overview + codes + sections
+
+
+def exit_codes(docstring: str) -> str:
+    """Return the docstring's paragraph about exit codes, as a section."""
+    (codes,) = re.findall(r"^\s*Exit codes: (.*)\Z", docstring, re.DOTALL | re.MULTILINE)
+    streams = "Results go to stdout and messages to stderr. An error is one line that starts with `error:`."
+    return f"\n## Exit codes\n\n{' '.join(codes.split())}\n\n{streams}\n"
 
 
 def command_section(name: str, command: Any) -> str:
@@ -144,4 +154,5 @@ PAGES = {
     "reference/structures.md": structures_page,
     "reference/command-line.md": command_line_page,
     "reference/run-fields.md": run_fields_page,
+    "reference/compatibility.md": record.page,
 }

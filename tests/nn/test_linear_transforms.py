@@ -16,6 +16,10 @@ import buttress as bt
 import distributed_worker
 from linear_cases import CASES, both, double, each, gradients, randomized
 
+dynamic_sizes = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="before 2.13, torch's own compiler fixes a dynamic batch that goes through bmm"
+)
+
 
 @each
 @both
@@ -140,6 +144,7 @@ def test_compile_fullgraph(structure, d_in, d_out, normalize):
 
 
 @each
+@dynamic_sizes
 @pytest.mark.usefixtures("dynamo")
 def test_compile_with_a_dynamic_batch(structure, d_in, d_out):
     layer = double(structure, d_in, d_out, normalize=True)
@@ -169,6 +174,7 @@ def test_layers_of_one_size_share_a_compiled_graph():
     assert counter.frame_count == 1
 
 
+@dynamic_sizes
 @each
 @both
 def test_export_with_a_dynamic_batch(structure, d_in, d_out, normalize):

@@ -11,11 +11,13 @@ import buttress as bt
 from buttress.cli import compressing, describing, sweeping, training
 from buttress.cli.extras import install_hint
 from buttress.cli.output import one_line_warnings, print_error
+from buttress.cli.usage import Commands
 
 INVALID_USAGE = 2
 
 app = typer.Typer(
     name="buttress",
+    cls=Commands,
     help="Structured matrices in place of dense layers: inspect them, train with them, compare them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",

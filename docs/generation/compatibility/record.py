@@ -1,0 +1,151 @@
+"""The record of the matrix, how a new check compares with it, and the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from ..markdown import table
+
+RECORD = Path(__file__).parents[2] / "reference" / "compatibility.json"
+LIBRARIES = ("torch", "transformers", "timm", "torchvision")
+WORKS, REFUSED, FAILS = "works", "refused", "fails"
+ORDER = (FAILS, REFUSED, WORKS)
+SHARE_TOLERANCE = 0.5
+"""Percentage points by which a share may differ between versions of a library."""
+INTRO = """\
+Each row is the real class of its library, built from a configuration with at least two layers and tiny widths, \
+and with random weights.
+`make compatibility` runs every row again and writes this page.
+`make test` repeats the same checks and fails if a row gets worse.
+
+- **Reached** is the share of the parameters in layers that `bt.replace_(model, bt.BTT(rank=2))` replaces.
+  In rows that say so, the plan names 1 × 1 convolutions instead.
+  At these widths, embeddings and patch embeddings are a larger share of a model than at real ones.
+- **Not reached** names other parameters that are at least 3 % of the model; asterisks stand for numbers.
+- **Surgery**: `replace_`, a forward pass, and `densify_` to the same outputs.
+- **Save and load**: to the same outputs.
+  For transformers with plain `save_pretrained` and `from_pretrained` after `import buttress.hf`, \
+for timm with `buttress.vision`, and for torchvision with a plan and a state dict.
+- **Compress**: `bt.compress` with calibration data of the model's kind (text, images, or both), \
+and a forward pass of the result.
+
+A cell says *works*, or *refused* or *fails* with the number of a message below the table.
+*Refused* is an error that says what to do instead; *fails* is a bug.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the matrix. An outcome is "works", or "refused" or "fails" with a colon and the message.
+
+    Attributes:
+        label: Name of the architecture.
+        library: The library that brings it.
+        share: Share of the parameters that `replace_` reaches, in percent.
+        not_reached: The largest groups of parameters that it does not reach, with their share in percent.
+        surgery: `replace_`, a forward pass, and `densify_` to the same outputs.
+        saving: Saved, loaded, and the same outputs.
+        compression: `compress` with data of the model's kinds, and the result loaded.
+    """
+
+    label: str
+    library: str
+    share: float
+    not_reached: dict[str, float]
+    surgery: str
+    saving: str
+    compression: str
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        """Outcomes by column."""
+        return {"surgery": self.surgery, "save and load": self.saving, "compress": self.compression}
+
+
+@dataclass(frozen=True)
+class Record:
+    """All rows, and the versions they were checked with."""
+
+    versions: dict[str, str]
+    rows: tuple[Row, ...]
+
+    def write(self) -> None:
+        """Replace the stored record."""
+        RECORD.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls) -> Record:
+        """Return the stored record."""
+        content = json.loads(RECORD.read_text(encoding="utf-8"))
+        return cls(content["versions"], tuple(Row(**row) for row in content["rows"]))
+
+
+def installed_versions() -> dict[str, str]:
+    return {name: version(name).partition("+")[0] for name in LIBRARIES}
+
+
+def rank(outcome: str) -> int:
+    """Return the place of an outcome among "fails", "refused" and "works"."""
+    return ORDER.index(outcome.partition(":")[0])
+
+
+def worse(row: Row, recorded: Row) -> list[str]:
+    """Say in which columns a row is worse than the record."""
+    problems = [
+        f"{row.label}, {column}: was {recorded.outcomes[column]!r}, is {outcome!r}"
+        for column, outcome in row.outcomes.items()
+        if rank(outcome) < rank(recorded.outcomes[column])
+    ]
+    if row.share < recorded.share - SHARE_TOLERANCE:
+        problems.append(f"{row.label}: reached {recorded.share} % of the parameters, reaches {row.share} %")
+    return problems
+
+
+def better(row: Row, recorded: Row) -> list[str]:
+    """Say in which columns a row is better than the record."""
+    return worse(recorded, row)
+
+
+def page() -> str:
+    """Return the page, from the record alone."""
+    record = Record.read()
+    messages = Messages()
+    cells = [
+        (
+            row.label,
+            f"{row.share:.0f} %",
+            ", ".join(f"{code(name)} {share:.0f} %" for name, share in row.not_reached.items()),
+            *map(messages.cell, row.outcomes.values()),
+        )
+        for row in record.rows
+    ]
+    checked = ", ".join(f"{name} {number}" for name, number in record.versions.items())
+    head = "architecture | reached | not reached | surgery | save and load | compress"
+    note = "<!-- Generated by docs/generate.py from compatibility.json; do not edit. -->\n\n"
+    parts = [note + "# Compatibility\n", INTRO, f"Checked with {checked}.\n", table(head, cells)]
+    if messages.numbers:
+        parts.append("## Messages\n\n" + "".join(messages.listed()))
+    return "\n".join(parts)
+
+
+def code(group: str) -> str:
+    """Return a group of parameters in code font, unless it is a word."""
+    return group if group.isalpha() else f"`{group}`"
+
+
+class Messages:
+    """Numbers the distinct messages of a table."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def cell(self, outcome: str) -> str:
+        kind, _, message = outcome.partition(": ")
+        return f"{kind} ({self.numbers.setdefault(message, len(self.numbers) + 1)})" if message else kind
+
+    def listed(self) -> Iterable[str]:
+        return (f"{number}. `{message.replace('`', '')}`\n" for message, number in self.numbers.items())
