@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from buttress.errors import ShapeError
+from buttress.nn.computed import computed
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -92,11 +93,12 @@ class ProjectedAttention(nn.MultiheadAttention):
 
     def _packed(self, name: str) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        packed = torch.cat([getattr(projection, name) for projection in projections])
-        # What a loader has noted on every parameter, such as "already initialized", holds for this tensor too.
-        first, *others = (vars(p) for projection in projections for p in projection.parameters())
-        vars(packed).update({k: v for k, v in first.items() if all(k in o and o[k] is v for o in others)})
-        return packed
+        sources = [p for projection in projections for p in projection.parameters()]
+        return computed(
+            lambda: torch.cat([getattr(projection, name) for projection in projections]),
+            sources,
+            refusal=f"in_proj_{name} is put together from q_proj, k_proj and v_proj: write to those",
+        )
 
     def _reset_parameters(self) -> None:
         """Nothing: the projections are initialized where they are created. Loaders call this for every attention."""
