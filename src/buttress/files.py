@@ -123,7 +123,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
 def _lock(path: Path, wait: bool) -> int | None:
     """Open a lock file and lock it; None if another process holds the lock."""
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         # A link is refused: its target belongs to somebody else.
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -170,7 +170,8 @@ def flush(path: Path) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            error.filename = str(path)
+            if error.errno is not None:
+                error.filename = str(path)  # which fsync does not know
             raise
         finally:
             os.close(descriptor)
