@@ -30,6 +30,10 @@ CASES = {
         "inspect btt(rank=",
         "inspect btt(rank=two)",
         "inspect btt --d-in 0",
+        "inspect btt(rank={{[]:1}})",
+        "inspect btt(cores=1000000000000)",
+        "inspect low_rank(rank=100000000000)",
+        "inspect btt --d-in 1000000000000000003",
     ],
     "recipes": ["recipes --jsn"],
     "train": [
@@ -50,6 +54,7 @@ CASES = {
         "train task=cifar10 --data {file}",
         "train task=text model=gpt --data {nowhere} --runs {runs}",
         "train task=text model=gpt --data {broken_tokens} --runs {runs}",
+        "train task=digits steps=99999999999999 --runs {runs}",
     ],
     "sweep": [
         "sweep",
@@ -76,7 +81,7 @@ CASES = {
         "records {empty}",
         "records {empty} {out} --recipe none",
     ],
-    "report": ["report {nowhere}", "report {empty}", "report {file}"],
+    "report": ["report {nowhere}", "report {empty}", "report {file}", "report {damaged_records}"],
     "demo": ["demo --workers 0", "demo --runs {file}/runs"],
     "bench": [
         "bench 0 4 --device cpu",
@@ -121,6 +126,17 @@ CASES = {
         "compress {outside_modules} --out {out}",
         "compress {broken_timm} --out {out}",
         "compress someone/some-model --out {out}",
+        "compress {model} --out {out} --calibrate {latin}",
+        "compress {model} --out {out} --calibrate {images}",
+        "compress {model} --out {out} --calibrate {text} --calibrate {text}",
+        "compress {model} --out {out} --layers",
+        "compress {model} --out {out} --layers nothing.*",
+        "compress {model} --out {out} --batch 0",
+        "compress {unknown_architecture} --out {out}",
+        "compress {remote_code} --out {out}",
+        "compress {adapter} --out {out}",
+        "compress {huge} --out {out}",
+        "compress {impossible_timm} --out {out}",
     ],
     "tokens": [
         "tokens",
@@ -156,6 +172,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("inputs")
     (root / "empty").mkdir()
+    (root / "images").mkdir()
     (root / "full").mkdir()
     (root / "full" / "important.txt").write_text("do not overwrite")
     (root / "file").write_text("a file with a single line")
@@ -168,6 +185,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     damage_models(root)
     (root / "broken_tokens").mkdir()
     (root / "broken_tokens" / "tokens.json").write_text("{}")
+    (root / "damaged_records").mkdir()
+    (root / "damaged_records" / "records.jsonl").write_text('null\n{"run": ')
     (root / "broken_run").mkdir()
     (root / "broken_run" / "run.json").write_text("[]")
     return root
@@ -188,6 +207,13 @@ def damage_models(root: Path) -> None:
     config = json.loads((root / "model" / "config.json").read_text())
     unknown = json.dumps(config | {"model_type": "unheard_of", "architectures": ["UnheardOfModel"]})
     (damaged("unknown_architecture") / "config.json").write_text(unknown)
+    own_code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}}
+    (damaged("remote_code") / "config.json").write_text(json.dumps(config | own_code))
+    (root / "remote_code" / "mine.py").write_text("raise SystemExit(77)")
+    sizes = {"hidden_size": 2**30, "intermediate_size": 2**31}
+    (damaged("huge") / "config.json").write_text(json.dumps(config | sizes))
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").write_text("{}")
     weights = damaged("truncated_weights") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     (damaged("no_weights") / "model.safetensors").unlink()
