@@ -29,6 +29,7 @@ def structures(
     """
     if width < 1:
         raise ConfigError(f"--width is the number of inputs and outputs of a layer: give 1 or more, not {width}")
+    bt.split(width, 1)  # raises beyond any size
     rows: list[dict[str, Any]] = []
     for name, cls in bt.structures().items():
         try:

@@ -92,7 +92,7 @@ def report_row(outcome: Outcome, options: CompressOptions) -> dict[str, Any]:
         "undone": outcome.undone,
         "seconds": outcome.seconds,
         "layers": [asdict(row) for row in outcome.report.rows],
-        "dense": [asdict(layer) for layer in remainder.dense],
+        "dense_layers": [asdict(layer) for layer in remainder.dense],
         "unjudged": {
             "share_of_parameters": remainder.unjudged_params,
             "share_of_macs": remainder.unjudged_macs,

@@ -72,8 +72,8 @@ def is_vector(key: str, p: nn.Parameter) -> bool:
 
 def _convolution(module: nn.modules.conv._ConvNd, p: nn.Parameter) -> DenseMatrix:
     if module.transposed:  # stored as (in, out, ...)
-        return DenseMatrix("convolution", d_in=p[:, 0].numel() // module.groups, d_out=p.shape[1] * module.groups)
-    return DenseMatrix("convolution", d_in=p[0].numel(), d_out=p.shape[0])
+        return DenseMatrix("convolutional layer", d_in=p[:, 0].numel() // module.groups, d_out=p.shape[1] * module.groups)
+    return DenseMatrix("convolutional layer", d_in=p[0].numel(), d_out=p.shape[0])
 
 
 def _attention(key: str, p: nn.Parameter) -> DenseMatrix:

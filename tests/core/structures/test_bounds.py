@@ -11,8 +11,15 @@ import torch
 
 import buttress as bt
 from buttress import ops
+from buttress.core.structures.base import REGISTRY
 
 LARGE_PRIME = 2**40 - 87
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structures that a test declares are forgotten after it."""
+    monkeypatch.setattr("buttress.core.structures.base.REGISTRY", dict(REGISTRY))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,7 @@ def test_options_beyond_what_python_can_print_are_refused() -> None:
             build(10**5000)
 
 
-def test_a_structure_of_the_user_that_fails_while_it_is_parsed_is_a_structure_error() -> None:
+def test_a_structure_of_the_user_that_fails_while_it_is_parsed_is_a_structure_error(own_registry: None) -> None:
     @bt.structure
     class FailsToBuild(bt.Structure):
         size: int = 1
@@ -123,7 +130,7 @@ def test_refusing_takes_no_memory() -> None:
     assert peak < 1e6
 
 
-def test_a_structure_of_the_user_is_bounded_too() -> None:
+def test_a_structure_of_the_user_is_bounded_too(own_registry: None) -> None:
     @bt.structure
     class Wasteful(bt.Structure):
         copies: int = 1
