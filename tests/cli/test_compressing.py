@@ -168,6 +168,6 @@ def test_the_report_holds_all_options_and_versions(model: Path, text: Path, tmp_
     assert report["versions"]["buttress"] == bt.__version__
     assert {"python", "torch", "transformers"} <= set(report["versions"])
     assert set(report["seconds"]) == {"load", "calibrate", "choose", "project", "measure"}
-    names = [row["name"] for key in ("layers", "dense") for row in report[key]]
+    names = [row["name"] for key in ("layers", "dense_layers") for row in report[key]]
     names += [row["name"] for row in report["unjudged"]["layers"]]
     assert len(names) == len(set(names)) == 8, "every linear layer is in one of the three lists"

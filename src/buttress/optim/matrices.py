@@ -40,7 +40,7 @@ def dense_matrix(module: nn.Module, key: str, p: nn.Parameter) -> DenseMatrix | 
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_vector(key, p):
         return None
     if isinstance(module, nn.Linear) and key == "weight":
-        return DenseMatrix("dense", d_in=p.shape[1], d_out=p.shape[0])
+        return DenseMatrix(kind="dense", d_in=p.shape[1], d_out=p.shape[0])
     if is_conv1d(module) and key == "weight":
         return DenseMatrix("dense (Conv1D)", d_in=p.shape[0], d_out=p.shape[1])
     if isinstance(module, nn.modules.conv._ConvNd) and key == "weight":
@@ -72,8 +72,8 @@ def is_vector(key: str, p: nn.Parameter) -> bool:
 
 def _convolution(module: nn.modules.conv._ConvNd, p: nn.Parameter) -> DenseMatrix:
     if module.transposed:  # stored as (in, out, ...)
-        return DenseMatrix("convolutional layer", d_in=p[:, 0].numel() // module.groups, d_out=p.shape[1] * module.groups)
-    return DenseMatrix("convolutional layer", d_in=p[0].numel(), d_out=p.shape[0])
+        return DenseMatrix(kind="convolution", d_in=p[:, 0].numel() // module.groups, d_out=p.shape[1] * module.groups)
+    return DenseMatrix(kind="convolution", d_in=p[0].numel(), d_out=p.shape[0])
 
 
 def _attention(key: str, p: nn.Parameter) -> DenseMatrix:
