@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 IMPORT = """
-import sys, time
+import gc, sys, time
 import torch, numpy
+gc.disable()  # a collection that is due after torch's own import is not ours
 before = {name.partition(".")[0] for name in sys.modules}
 start = time.perf_counter()
 import buttress
