@@ -7,6 +7,7 @@ counted in one forward pass with fake tensors, which computes and allocates noth
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -134,6 +135,9 @@ def _not_a_view(tensor: Tensor) -> Tensor:
 def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
     counter = _Counter(model)
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # cuDNN packs the weights of a recurrent layer; the copy that is counted has them apart.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(removing(*counter.hooks(model)))
