@@ -107,6 +107,9 @@ class _StructuredLoader(HfQuantizer):
         if plan.entries or not self.quantization_config.layers.entries:
             adapted(plan, model).apply_(model)
         check_weights(model, shapes)
+        if not hasattr(HfQuantizer, "get_new_dtype"):
+            # Such versions of transformers do not cast tensors of quantized files that they rename; ours are plain.
+            self.pre_quantized = False
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         return model
