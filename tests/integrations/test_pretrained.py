@@ -97,7 +97,7 @@ class TestTransformers:
     def test_names_that_are_no_models_are_not_called(self, tmp_path: Path) -> None:
         hf.save(llama(), tmp_path / "m")
         config = json.loads((tmp_path / "m" / "config.json").read_text())
-        for name in ("pipeline", "AutoTokenizer", "os", "NoSuchModel", 3):
+        for name in ("pipeline", "AutoTokenizer", "os", "NoSuchModel"):
             (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
             assert f"config.json names the class {name!r}, which transformers" in refused(tmp_path / "m")
         with_class = bt.from_pretrained(tmp_path / "m", transformers.AutoModelForCausalLM)
@@ -267,6 +267,20 @@ class TestSentenceTransformers:
         (path / "model.safetensors").unlink()
         torch.save(weights, path / "pytorch_model.bin")
         assert "pytorch_model.bin is a pickle, which is not read" in refused(folder)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_weight_that_is_missing_is_named(self, folder: Path) -> None:
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        tensors.pop("pooler.dense.bias")
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.warns(UserWarning, match=r"do not hold 'pooler\.dense\.bias' of BertModel, which are random"):
+            bt.from_pretrained(folder)
+
+    def test_a_complete_folder_gives_no_warning_of_ours(self, folder: Path) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            bt.from_pretrained(folder)
+        assert not [w for w in caught if "the files" in str(w.message)]
 
     @pytest.mark.filterwarnings("ignore")
     def test_a_module_outside_the_folder_is_refused(self, folder: Path) -> None:

@@ -17,7 +17,7 @@ def from_pretrained(folder: Path | str, cls: type | None = None, **kwargs: Any) 
     """Load the model in a folder, structured or dense, of transformers, sentence-transformers or timm.
 
     A folder is data: code in it never runs, only safetensors files are read, and nothing is downloaded. Every weight of
-    the model comes from its files.
+    the model comes from its files; in a sentence-transformers folder, those that do not are named in a warning.
 
     Args:
         folder: The folder on this machine.
@@ -95,6 +95,7 @@ def _from_timm(source: Path, cls: type | None, kwargs: dict[str, Any]) -> Any:
 
 def _from_sentence_transformers(source: Path, cls: type | None, kwargs: dict[str, Any]) -> Any:
     import buttress.integrations.transformers  # noqa: F401  (registers the loader)
+    from buttress.integrations import transformers_folder
     from buttress.integrations.missing import FAILURES, import_failure
 
     try:
@@ -103,7 +104,7 @@ def _from_sentence_transformers(source: Path, cls: type | None, kwargs: dict[str
         raise import_failure("bt.from_pretrained", "sentence-transformers", error) from error
     if cls is not None:
         raise PlanError("a sentence-transformers folder names its own classes: leave cls out")
-    _check_modules(source)
+    folders = _module_folders(source)
     options = kwargs | {"model_kwargs": (kwargs.get("model_kwargs") or {}) | {"use_safetensors": True}}
     try:
         model = SentenceTransformer(str(source), trust_remote_code=False, local_files_only=True, **options)
@@ -111,22 +112,27 @@ def _from_sentence_transformers(source: Path, cls: type | None, kwargs: dict[str
         raise
     except Exception as error:  # broken files raise errors of many types
         raise _unreadable(source, error) from error
+    for module, folder in zip(model.children(), folders, strict=False):
+        transformers_folder.name_random_weights(module, folder)
     return model.eval()
 
 
-def _check_modules(source: Path) -> None:
-    """Refuse modules that would run code of others, lie elsewhere, or be read from a pickle."""
+def _module_folders(source: Path) -> list[Path]:
+    """The folder of each module; those that would run code of others, lie elsewhere or be unpickled are refused."""
     listing = source / "modules.json"
+    folders: list[Path] = []
     for module in _as_list(_read_json(listing)):
         kind, path = (module.get("type"), module.get("path")) if isinstance(module, dict) else (module, "")
         if not isinstance(kind, str) or not kind.startswith("sentence_transformers."):
             raise PlanError(f"{listing} names a class outside sentence-transformers, which is not run: {quoted(kind)}")
         if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
             raise PlanError(f"{listing} names a module outside its folder, which is not read: {quoted(path)}")
+        folders.append(source / path)
     for pickled in sorted(source.rglob("pytorch_model*.bin")):
         # sentence-transformers reads it where there is no file with this name next to it.
         if not any((pickled.parent / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
             raise PlanError(f"{pickled} is a pickle, which is not read: save the model with safetensors")
+    return folders
 
 
 def _as_list(value: Any) -> list[Any]:

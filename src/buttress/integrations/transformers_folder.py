@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
 from buttress.errors import PlanError, quoted
-from buttress.integrations.structured_loader import check_weights
+from buttress.integrations.structured_loader import check_weights, missing_weights
 from buttress.integrations.weight_headers import limited_parameters, saved_shapes
 from buttress.surgery.config_entry import ATTRIBUTE
 
@@ -60,6 +61,25 @@ def load(source: Path, cls: Any, kwargs: dict[str, Any]) -> Any:
     _check_complete(model, report)
     _name_unused(model, report["unexpected_keys"], is_guess=model_class is AutoModel and cls is None)
     return (model, report) if with_report else model  # in eval mode, as transformers leaves it
+
+
+def name_random_weights(module: nn.Module, folder: Path) -> None:
+    """Warn of weights that are not from files, in a module that another library has loaded with transformers.
+
+    Such a library loads base models, and a layer that it does not use, such as a pooler, may be missing rightly.
+
+    Args:
+        module: The module, with a model of transformers inside or not.
+        folder: The folder that it was loaded from.
+    """
+    model = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
+    files = sorted(folder.glob("*.safetensors"))
+    if model is not None and files and (missing := missing_weights(model, saved_shapes(files))):
+        warnings.warn(
+            f"the files do not hold {_listed(missing)} of {type(model).__name__}, which are random: save the model "
+            "again if it uses them",
+            stacklevel=4,
+        )
 
 
 def _checked_options(kwargs: dict[str, Any]) -> dict[str, Any]:
