@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import buttress as bt
-from buttress.integrations.missing import import_failure
+from buttress.integrations.missing import REQUIREMENTS, import_failure
+from buttress.integrations.model_card import model_card
 
 
 def chained(cause: BaseException) -> ImportError:
@@ -62,7 +66,7 @@ def test_modules_say_what_to_install() -> None:
     command = [sys.executable, "-c", BLOCKED, "transformers", "timm"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.splitlines() == [
-        "buttress.hf needs transformers: pip install 'transformers>=5'",
+        "buttress.hf needs transformers: pip install 'transformers>=5.6'",
         "buttress.vision needs timm: pip install 'timm>=1.0.26'",
     ], done.stderr
 
@@ -71,3 +75,14 @@ def test_modules_say_what_to_install() -> None:
 def test_a_package_below_the_library_is_named(name: str) -> None:
     text = str(import_failure("buttress.vision", "timm", chained(ModuleNotFoundError(name=f"{name}_gone"))))
     assert f"needs {name}_gone" in text
+
+
+def test_the_lowest_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = {r for extra in ("hf", "vision", "lab") for r in project["optional-dependencies"][extra]}
+    packages = {re.split(r"\W", r)[0]: r for r in extras}
+    assert {name: packages[name] for name in REQUIREMENTS} == REQUIREMENTS
+    libraries = ("transformers", "sentence-transformers", "timm")
+    cards = {library: model_card(bt.Plan(()), library=library) for library in libraries}
+    assert all(f"'{packages[name]}'" in cards[name] for name in ("transformers", "timm"))
+    assert f"'{packages['transformers']}' sentence-transformers" in cards["sentence-transformers"]

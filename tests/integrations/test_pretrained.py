@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import tokenizers  # noqa: E402
 
 from buttress import hf, vision  # noqa: E402
 from small_transformers import TOKENS, bert, llama, parts, structured  # noqa: E402
+from transformers_zoo import build  # noqa: E402
 
 
 def refused(folder: Path, **options: Any) -> str:
@@ -36,10 +39,44 @@ class TestTransformers:
         assert not loaded.training
         assert parts(loaded) == parts(model)
         torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits)
-        base = bt.from_pretrained(tmp_path / "m", transformers.AutoModel, dtype=torch.bfloat16)
-        assert type(base) is transformers.BertModel
-        assert base.dtype == torch.bfloat16
         assert "bt.from_pretrained(" in (tmp_path / "m" / "README.md").read_text()
+
+    @pytest.mark.parametrize("option", ["dtype", "torch_dtype"])
+    def test_a_dtype_is_that_of_every_weight(self, option: str, tmp_path: Path) -> None:
+        hf.save(structured(bert), tmp_path / "m")
+        for cls in (None, transformers.AutoModel, transformers.BertModel):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about the head, which the base does not have
+                model = bt.from_pretrained(tmp_path / "m", cls, **{option: torch.bfloat16})
+            assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+    def test_a_head_that_the_class_does_not_have_is_named(self, tmp_path: Path) -> None:
+        for model in (bert(), structured(bert)):
+            folder = hf.save(model, tmp_path / f"{len(list(tmp_path.iterdir()))}")
+            with pytest.warns(
+                UserWarning, match=r"hold 'classifier\.bias', 'classifier\.weight', which BertModel does"
+            ):
+                base = bt.from_pretrained(folder, transformers.AutoModel)
+            assert type(base) is transformers.BertModel
+
+    def test_options_change_the_config_and_pass_through(self, tmp_path: Path) -> None:
+        folder = hf.save(llama(), tmp_path / "m")
+        model, report = bt.from_pretrained(
+            folder, output_loading_info=True, attn_implementation="eager", rms_norm_eps=0.5, device_map="cpu"
+        )
+        assert not report["missing_keys"]
+        assert model.config.rms_norm_eps == 0.5
+        assert model.config._attn_implementation == "eager"
+
+    @pytest.mark.parametrize("dense", [True, False])
+    def test_a_part_is_loaded_with_its_own_config(self, dense: bool, tmp_path: Path) -> None:
+        model, _ = build("clip")
+        if not dense:
+            bt.replace_(model, bt.BTT(rank=2))
+        model.save_pretrained(tmp_path)
+        with pytest.warns(UserWarning, match="which CLIPVisionModel does not have: they are not loaded"):
+            part = bt.from_pretrained(tmp_path, transformers.CLIPVisionModel, dtype=torch.bfloat16)
+        assert part.dtype == torch.bfloat16
 
     def test_the_card_of_the_original_model_is_kept(self, tmp_path: Path) -> None:
         hf.save(llama(), tmp_path / "dense")
@@ -60,9 +97,19 @@ class TestTransformers:
     def test_names_that_are_no_models_are_not_called(self, tmp_path: Path) -> None:
         hf.save(llama(), tmp_path / "m")
         config = json.loads((tmp_path / "m" / "config.json").read_text())
-        for name in ("pipeline", "AutoTokenizer", "os", "NoSuchModel", 3):
+        for name in ("pipeline", "AutoTokenizer", "os", "NoSuchModel"):
             (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
-            assert type(bt.from_pretrained(tmp_path / "m")) is transformers.LlamaModel
+            assert f"config.json names the class {name!r}, which transformers" in refused(tmp_path / "m")
+        with_class = bt.from_pretrained(tmp_path / "m", transformers.AutoModelForCausalLM)
+        assert type(with_class) is transformers.LlamaForCausalLM
+
+    def test_a_head_without_a_class_is_refused(self, tmp_path: Path) -> None:
+        for name, model in (("head", llama()), ("base", llama().model)):
+            folder = hf.save(model, tmp_path / name)
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"architectures": None}))
+        assert "'lm_head.weight', which LlamaModel does not have, and" in refused(tmp_path / "head")
+        assert type(bt.from_pretrained(tmp_path / "base")) is transformers.LlamaModel
 
     def test_code_in_a_folder_is_never_run(self, tmp_path: Path) -> None:
         hf.save(structured(llama), tmp_path / "m")
@@ -109,8 +156,45 @@ class TestBrokenFolders:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 10**9}))
         assert "should have the shape" in refused(folder)
+        assert "should have the shape" in refused(folder, dtype=torch.float32)
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 40}))
-        assert "do not hold" in refused(folder)
+        for options in (
+            {},
+            {"dtype": torch.bfloat16},
+            {"device_map": "cpu"},
+            {"cls": transformers.AutoModelForCausalLM},
+        ):
+            assert "do not hold" in refused(folder, **options)
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**7}))
+        assert "far more than were saved" in refused(folder)
+
+    def test_an_option_of_another_size(self, tmp_path: Path) -> None:
+        folder = hf.save(llama(), tmp_path / "m")
+        assert "should have the shape" in refused(folder, intermediate_size=10**8)
+
+    @pytest.mark.parametrize("dense", [True, False])
+    def test_a_weight_that_is_missing_is_not_made_up(self, dense: bool, tmp_path: Path) -> None:
+        folder = hf.save(llama() if dense else structured(llama), tmp_path / "m")
+        file = folder / "model.safetensors"
+        tensors = safetensors.torch.load_file(file)
+        tensors["model.last_norm.weight"] = tensors.pop("model.norm.weight")
+        safetensors.torch.save_file(tensors, file, {"format": "pt"})
+        assert "do not hold 'model.norm.weight' of LlamaForCausalLM" in refused(folder)
+
+    def test_a_new_head_is_not_made_up(self, tmp_path: Path) -> None:
+        folder = hf.save(structured(llama), tmp_path / "m")
+        assert "do not hold 'score.weight'" in refused(folder, cls=transformers.AutoModelForSequenceClassification)
+
+    def test_options_that_load_something_else(self, tmp_path: Path) -> None:
+        folder = hf.save(llama(), tmp_path / "m")
+        for option in ({"ignore_mismatched_sizes": True}, {"subfolder": "x"}, {"use_safetensors": False}):
+            assert "leave it out" in refused(folder, **option)
+
+    def test_a_long_text_in_the_header_is_cut(self, tmp_path: Path) -> None:
+        folder = hf.save(llama(), tmp_path / "m")
+        header = json.dumps({"x": "y" * 5000}).encode()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+        assert len(refused(folder)) < 700
 
     def test_a_broken_index_of_shards(self, tmp_path: Path) -> None:
         structured(llama).save_pretrained(tmp_path / "m", max_shard_size="10KB")
@@ -166,6 +250,44 @@ class TestSentenceTransformers:
         for changed in ([listing[0] | {"type": "evil.Model"}], {"type": 3}, 7, [None]):
             (folder / "modules.json").write_text(json.dumps(changed))
             assert "names a class outside" in refused(folder)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_pickle_of_a_module_is_not_read(self, folder: Path) -> None:
+        from sentence_transformers.models import Dense
+
+        path = folder / "2_Dense"
+        path.mkdir()
+        Dense(32, 8).save(str(path))
+        listing = json.loads((folder / "modules.json").read_text())
+        dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+        (folder / "modules.json").write_text(json.dumps([*listing, dense]))
+        (path / "pytorch_model.bin").write_bytes(b"never read next to safetensors")
+        assert bt.from_pretrained(folder).encode(["w1 w2"]).shape == (1, 8)
+        weights = safetensors.torch.load_file(path / "model.safetensors")
+        (path / "model.safetensors").unlink()
+        torch.save(weights, path / "pytorch_model.bin")
+        assert "pytorch_model.bin is a pickle, which is not read" in refused(folder)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_weight_that_is_missing_is_named(self, folder: Path) -> None:
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        tensors.pop("pooler.dense.bias")
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.warns(UserWarning, match=r"do not hold 'pooler\.dense\.bias' of BertModel, which are random"):
+            bt.from_pretrained(folder)
+
+    def test_a_complete_folder_gives_no_warning_of_ours(self, folder: Path) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            bt.from_pretrained(folder)
+        assert not [w for w in caught if "the files" in str(w.message)]
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_module_outside_the_folder_is_refused(self, folder: Path) -> None:
+        listing = json.loads((folder / "modules.json").read_text())
+        for path in ("../elsewhere", "/etc", 3):
+            (folder / "modules.json").write_text(json.dumps([listing[0], listing[1] | {"path": path}]))
+            assert "names a module outside its folder" in refused(folder)
 
 
 def test_a_safetensors_file_of_another_model_is_refused(tmp_path: Path) -> None:

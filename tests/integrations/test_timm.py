@@ -135,6 +135,13 @@ class TestAFolderIsData:
         text = refused(folder, config | {"model_args": ARGS | arguments})
         assert any(p in text for p in problem.split("|")), text
 
+    def test_long_values_are_cut(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        changes = ({"act_layer": "x" * 3000}, {"act_layer": "/" * 3000}, {"n" * 3000: 1}, {"drop_rate": [0] * 3000})
+        for arguments in changes:
+            assert len(refused(folder, config | {"model_args": ARGS | arguments})) < 1200
+        assert len(refused(folder, config | {"architecture": "x" * 3000})) < 600
+
     @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '{"architecture": NaN}'], ids=lambda t: t[:9])
     def test_broken_configs(self, folder: Path, text: str) -> None:
         assert "config.json" in refused(folder, text)

@@ -364,7 +364,8 @@ class TestTampered:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            (lambda plan: plan["layers"][0].update(structure="btt(rank=99999)"), "do not belong together"),
+            (lambda plan: plan["layers"][0].update(structure="btt(rank=3)"), r"h\.0\.attn.* do not belong together"),
+            (lambda plan: plan["layers"][0].update(structure="btt(rank=99999)"), r"h\.0\.attn.* a dense layer has"),
             (lambda plan: plan["layers"][0].update(structure="nonsense"), "not a structure"),
             (lambda plan: plan["layers"][0].update(structure="__import__('os').abort()"), "not a structure"),
             (lambda plan: plan["layers"][0].update(name="transformer.h.9.mlp.c_fc"), "does not have"),

@@ -8,7 +8,8 @@ from buttress.errors import MissingExtraError
 
 FAILURES = (ImportError, RuntimeError, OSError, AttributeError)
 """What importing a broken installation raises: compiled extensions that do not fit each other raise RuntimeError."""
-_REQUIREMENTS = {"transformers": "transformers>=5", "timm": "timm>=1.0.26", "safetensors": "safetensors>=0.4.5"}
+REQUIREMENTS = {"transformers": "transformers>=5.6", "timm": "timm>=1.0.26", "safetensors": "safetensors>=0.4.5"}
+"""What to install of each library: the lowest versions of the package's extras."""
 
 
 def import_failure(module: str, library: str, error: BaseException) -> MissingExtraError:
@@ -24,16 +25,16 @@ def import_failure(module: str, library: str, error: BaseException) -> MissingEx
 
     Example:
         >>> str(import_failure("buttress.hf", "transformers", ModuleNotFoundError(name="transformers")))
-        "buttress.hf needs transformers: pip install 'transformers>=5'"
+        "buttress.hf needs transformers: pip install 'transformers>=5.6'"
     """
     cause = _root(error)
     package = (getattr(cause, "name", None) or "").partition(".")[0]
     if isinstance(cause, ModuleNotFoundError) and package and _version(package) is None:
-        return MissingExtraError(f"{module} needs {package}: pip install '{_REQUIREMENTS.get(package, package)}'")
+        return MissingExtraError(f"{module} needs {package}: pip install '{REQUIREMENTS.get(package, package)}'")
     reason = " ".join(str(cause).split()) or type(cause).__name__
     return MissingExtraError(
         f"{module} cannot use {library} {_version(library) or '(unknown version)'} as it is installed ({reason}): "
-        f"install versions that fit each other, such as pip install '{_REQUIREMENTS.get(library, library)}'"
+        f"install versions that fit each other, such as pip install '{REQUIREMENTS.get(library, library)}'"
     )
 
 

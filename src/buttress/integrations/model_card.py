@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from buttress.errors import PlanError
 from buttress.files import write_text
+from buttress.integrations.missing import REQUIREMENTS
 from buttress.surgery import Plan, Report
 from buttress.text_table import show
 from buttress.version import __version__
@@ -35,10 +36,10 @@ _NEEDS: dict[Library, str] = {
     ),
     "timm": "timm alone cannot load it: its weights are not those of the dense model.",
 }
-_REQUIREMENTS: dict[Library, str] = {
-    "transformers": "'transformers>=5'",
-    "sentence-transformers": "'transformers>=5' sentence-transformers",
-    "timm": "'timm>=1.0.26'",
+_PACKAGES: dict[Library, str] = {
+    "transformers": f"'{REQUIREMENTS['transformers']}'",
+    "sentence-transformers": f"'{REQUIREMENTS['transformers']}' sentence-transformers",
+    "timm": f"'{REQUIREMENTS['timm']}'",
 }
 _MAX_FRONT_MATTER = 1 << 16
 _ORIGINAL = "## Card of the original model"
@@ -132,7 +133,7 @@ def _loading(library: Library) -> str:
     example = _LOADING[library].format(folder="path/to/this/folder")
     return (
         f"## Loading\n\nNeeded: Python >= 3.11, buttress >= {__version__}, and `pip install "
-        f"{_REQUIREMENTS[library]}`.\n\n```python\n{example}\n```\n\n{_NEEDS[library]}\n"
+        f"{_PACKAGES[library]}`.\n\n```python\n{example}\n```\n\n{_NEEDS[library]}\n"
     )
 
 

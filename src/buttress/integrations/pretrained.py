@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from buttress.errors import ButtressError, PlanError
+from buttress.errors import ButtressError, PlanError, first_line, quoted
 
 Library = Literal["transformers", "sentence-transformers", "timm"]
 
@@ -16,11 +16,13 @@ Library = Literal["transformers", "sentence-transformers", "timm"]
 def from_pretrained(folder: Path | str, cls: type | None = None, **kwargs: Any) -> Any:
     """Load the model in a folder, structured or dense, of transformers, sentence-transformers or timm.
 
-    A folder is data: code in it never runs, only safetensors files are read, and nothing is downloaded.
+    A folder is data: code in it never runs, only safetensors files are read, and nothing is downloaded. Every weight of
+    the model comes from its files; in a sentence-transformers folder, those that do not are named in a warning.
 
     Args:
         folder: The folder on this machine.
-        cls: A class of transformers with `from_pretrained`. By default it is the class that the config names.
+        cls: A class of transformers with `from_pretrained`. By default it is the class that the config names. Weights
+            of the folder that it does not have, such as those of a head, are named in a warning.
         **kwargs: Options of that `from_pretrained`, such as dtype and device_map; of SentenceTransformer; or, for
             timm, device.
 
@@ -28,7 +30,8 @@ def from_pretrained(folder: Path | str, cls: type | None = None, **kwargs: Any) 
         The model, in eval mode.
 
     Raises:
-        PlanError: If the folder holds no such model, or its files are damaged or do not belong together.
+        PlanError: If the folder holds no such model, or its files are damaged or do not belong together; if
+            transformers does not have the class that the config names; or if the model would have new, random weights.
         MissingExtraError: If the library is not installed.
 
     Example:
@@ -78,7 +81,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"{path} cannot be read as JSON ({error}): save the model again") from None
+        raise PlanError(f"{path} cannot be read as JSON ({first_line(error)}): save the model again") from None
 
 
 def _from_timm(source: Path, cls: type | None, kwargs: dict[str, Any]) -> Any:
@@ -92,6 +95,7 @@ def _from_timm(source: Path, cls: type | None, kwargs: dict[str, Any]) -> Any:
 
 def _from_sentence_transformers(source: Path, cls: type | None, kwargs: dict[str, Any]) -> Any:
     import buttress.integrations.transformers  # noqa: F401  (registers the loader)
+    from buttress.integrations import transformers_folder
     from buttress.integrations.missing import FAILURES, import_failure
 
     try:
@@ -100,18 +104,35 @@ def _from_sentence_transformers(source: Path, cls: type | None, kwargs: dict[str
         raise import_failure("bt.from_pretrained", "sentence-transformers", error) from error
     if cls is not None:
         raise PlanError("a sentence-transformers folder names its own classes: leave cls out")
-    listing = source / "modules.json"
-    types = [m.get("type") if isinstance(m, dict) else m for m in _as_list(_read_json(listing))]
-    for name in types:
-        if not isinstance(name, str) or not name.startswith("sentence_transformers."):
-            raise PlanError(f"{listing} names a class outside sentence-transformers, which is not run: {name!r}")
+    folders = _module_folders(source)
+    options = kwargs | {"model_kwargs": (kwargs.get("model_kwargs") or {}) | {"use_safetensors": True}}
     try:
-        model = SentenceTransformer(str(source), trust_remote_code=False, local_files_only=True, **kwargs)
+        model = SentenceTransformer(str(source), trust_remote_code=False, local_files_only=True, **options)
     except ButtressError:
         raise
     except Exception as error:  # broken files raise errors of many types
         raise _unreadable(source, error) from error
+    for module, folder in zip(model.children(), folders, strict=False):
+        transformers_folder.name_random_weights(module, folder)
     return model.eval()
+
+
+def _module_folders(source: Path) -> list[Path]:
+    """The folder of each module; those that would run code of others, lie elsewhere or be unpickled are refused."""
+    listing = source / "modules.json"
+    folders: list[Path] = []
+    for module in _as_list(_read_json(listing)):
+        kind, path = (module.get("type"), module.get("path")) if isinstance(module, dict) else (module, "")
+        if not isinstance(kind, str) or not kind.startswith("sentence_transformers."):
+            raise PlanError(f"{listing} names a class outside sentence-transformers, which is not run: {quoted(kind)}")
+        if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
+            raise PlanError(f"{listing} names a module outside its folder, which is not read: {quoted(path)}")
+        folders.append(source / path)
+    for pickled in sorted(source.rglob("pytorch_model*.bin")):
+        # sentence-transformers reads it where there is no file with this name next to it.
+        if not any((pickled.parent / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+            raise PlanError(f"{pickled} is a pickle, which is not read: save the model with safetensors")
+    return folders
 
 
 def _as_list(value: Any) -> list[Any]:

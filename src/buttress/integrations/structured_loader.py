@@ -6,6 +6,7 @@ Importing this module registers it. Nothing is unpickled, and no code is loaded.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -107,6 +108,9 @@ class _StructuredLoader(HfQuantizer):
         if plan.entries or not self.quantization_config.layers.entries:
             adapted(plan, model).apply_(model)
         check_weights(model, shapes)
+        if not hasattr(HfQuantizer, "get_new_dtype"):
+            # Such versions of transformers do not cast tensors of quantized files that they rename; ours are plain.
+            self.pre_quantized = False
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         return model
@@ -143,8 +147,7 @@ def check_weights(model: PreTrainedModel, shapes: Shapes) -> None:
     """
     provided, unexpected = _translated(model, shapes)
     parameters = dict(model.named_parameters())
-    tied = getattr(model, "all_tied_weights_keys", {})  # stored under one name alone
-    missing = {key: tuple(p.shape) for key, p in parameters.items() if key not in provided and key not in tied}
+    missing = _missing(model, provided)
     structures = {f"{name}.": m for name, m in model.named_modules() if isinstance(m, Structured)}
     for key, parameter in parameters.items():
         shape = provided.get(key)
@@ -154,6 +157,26 @@ def check_weights(model: PreTrainedModel, shapes: Shapes) -> None:
                 raise _misfit(key, parameter, layer, shape)
     _check_stored_forms(model, missing, unexpected)
     check_size(missing, shapes)
+
+
+def missing_weights(model: PreTrainedModel, shapes: Shapes) -> set[str]:
+    """Names of a model's parameters that its files do not hold, as transformers translates their names.
+
+    Args:
+        model: The model, with its layers replaced.
+        shapes: Shapes by the names in the files.
+
+    Returns:
+        The names; without those of tied parameters, and those that the class declares to be computed.
+    """
+    computed = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    missing = _missing(model, _translated(model, shapes)[0])
+    return {key for key in missing if not any(pattern.search(key) for pattern in computed)}
+
+
+def _missing(model: PreTrainedModel, provided: Container[str]) -> dict[str, tuple[int, ...]]:
+    tied = getattr(model, "all_tied_weights_keys", {})  # stored under one name alone
+    return {k: tuple(p.shape) for k, p in model.named_parameters() if k not in provided and k not in tied}
 
 
 def _misfit(key: str, parameter: nn.Parameter, layer: Structured | None, shape: tuple[int, ...] | None) -> PlanError:

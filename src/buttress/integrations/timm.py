@@ -27,8 +27,8 @@ try:
     from safetensors.torch import load_file
     from timm.models import save_for_hf
 
-    from buttress.integrations.timm_config import TimmConfig, checked_arguments, limited_parameters
-    from buttress.integrations.weight_headers import Shapes, saved_shapes
+    from buttress.integrations.timm_config import TimmConfig, checked_arguments
+    from buttress.integrations.weight_headers import Shapes, limited_parameters, saved_shapes
 except FAILURES as error:
     raise import_failure("buttress.vision", "timm", error) from error
 

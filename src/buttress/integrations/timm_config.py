@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import timm
 from timm.models import build_model_with_cfg
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from buttress.errors import PlanError
+from buttress.errors import PlanError, first_line, quoted
 
 MAX_CONFIG_BYTES = 1 << 24
 MAX_NUMBER = 1 << 20
@@ -57,7 +55,7 @@ class TimmConfig:
         data = _read_object(path)
         architecture = data.get("architecture")
         if not isinstance(architecture, str) or not timm.is_model(architecture):
-            raise PlanError(f"{path} names no architecture of timm {timm.__version__}: {architecture!r}")
+            raise PlanError(f"{path} names no architecture of timm {timm.__version__}: {quoted(architecture)}")
         arguments = checked_arguments(data.get("model_args") or {}, path)
         classes = {"num_classes": data["num_classes"]} if "num_classes" in data else {}
         _check_data(classes, path)
@@ -83,8 +81,10 @@ class TimmConfig:
         except PlanError:
             raise
         except Exception as error:  # arguments of others can fail anywhere in a model's code
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise PlanError(f"timm cannot build {self.architecture} with {self.options} ({reason})") from error
+            raise PlanError(
+                f"timm cannot build {self.architecture} with {quoted(self.options, 300)} "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
 
 
 def checked_arguments(arguments: Any, path: Path) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def checked_arguments(arguments: Any, path: Path) -> dict[str, Any]:
     for name in arguments:
         if name in own or name.startswith(("pretrained", "checkpoint")):
             raise PlanError(
-                f"{path} sets the argument {name!r}, which is not about the architecture and could open or download "
-                "other files: remove it from model_args"
+                f"{path} sets the argument {quoted(name)}, which is not about the architecture and could open or "
+                "download other files: remove it from model_args"
             )
     _check_data(arguments, path)
     return dict(arguments)
@@ -118,11 +118,17 @@ def _check_data(arguments: Mapping[str, Any], path: Path) -> None:
         values = value if isinstance(value, list) else [value]
         flat = [v for item in values for v in (item if isinstance(item, list) else [item])]
         if not all(v is None or isinstance(v, bool | int | float | str) for v in flat):
-            raise PlanError(f"{path} sets {name!r} to {value!r}: only numbers, texts and lists of them are read")
+            raise PlanError(
+                f"{path} sets {quoted(name)} to {quoted(value)}: only numbers, texts and lists of them are read"
+            )
         if any(isinstance(v, int) and abs(v) > MAX_NUMBER for v in flat):
-            raise PlanError(f"{path} sets {name!r} to {value!r}: more than {MAX_NUMBER:,} is no size of a timm model")
+            raise PlanError(
+                f"{path} sets {quoted(name)} to {quoted(value)}: more than {MAX_NUMBER:,} is no size of a timm model"
+            )
         if any(isinstance(v, str) and any(c in v for c in "/\\:") for v in flat):
-            raise PlanError(f"{path} sets {name!r} to {value!r}, which could be a path or an address: remove it")
+            raise PlanError(
+                f"{path} sets {quoted(name)} to {quoted(value)}, which could be a path or an address: remove it"
+            )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -133,34 +139,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise PlanError(f"{path} cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is not JSON ({error}): save the model again") from None
+        raise PlanError(f"{path} is not JSON ({first_line(error)}): save the model again") from None
     if not isinstance(data, dict):
         raise PlanError(f"{path} does not hold a JSON object: save the model again")
     return data
-
-
-@contextmanager
-def limited_parameters(count: int) -> Iterator[None]:
-    """Stop building a model that has more parameters than this, as soon as it does.
-
-    A config can ask for any number of layers, and even layers without memory take time.
-
-    Args:
-        count: Number of parameter tensors.
-
-    Raises:
-        PlanError: If the model has more.
-    """
-    registered = 0
-
-    def on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        nonlocal registered
-        registered += 1
-        if registered > count:
-            raise PlanError(f"the config describes a model of more than {count:,} tensors, far more than were saved")
-
-    handle = register_module_parameter_registration_hook(on_registration)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -1,14 +1,17 @@
-"""Names and shapes in safetensors files, read from their headers before anything is allocated."""
+"""Names and shapes in safetensors files, read from their headers, and limits of what a config may ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from buttress.errors import PlanError
+from buttress.errors import PlanError, first_line
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -33,7 +36,9 @@ def saved_shapes(files: Iterable[Path | str]) -> Shapes:
             with safe_open(str(file), framework="pt") as tensors:
                 shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise PlanError(f"{file} cannot be read as a safetensors file ({error}): save the model again") from None
+            raise PlanError(
+                f"{file} cannot be read as a safetensors file ({first_line(error)}): save the model again"
+            ) from None
     return shapes
 
 
@@ -53,3 +58,30 @@ def check_size(missing: Mapping[str, Iterable[int]], shapes: Shapes) -> None:
             f"the config describes {absent:,} parameters that the files, with {saved:,} in all, do not hold, "
             f"such as {next(iter(missing))}: the config and the weights do not belong together"
         )
+
+
+@contextmanager
+def limited_parameters(count: int) -> Iterator[None]:
+    """Stop building a model that has more parameters than this, as soon as it does.
+
+    A config can ask for any number of layers, and even layers without memory take time.
+
+    Args:
+        count: Number of parameter tensors.
+
+    Raises:
+        PlanError: If the model has more.
+    """
+    registered = 0
+
+    def on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal registered
+        registered += 1
+        if registered > count:
+            raise PlanError(f"the config describes a model of more than {count:,} tensors, far more than were saved")
+
+    handle = register_module_parameter_registration_hook(on_registration)
+    try:
+        yield
+    finally:
+        handle.remove()
