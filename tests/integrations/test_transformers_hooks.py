@@ -18,6 +18,7 @@ import buttress as bt
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from buttress import hf  # noqa: E402
 from small_transformers import PLAN, TOKENS, gpt2, llama, parts, structured  # noqa: E402
 from transformers_zoo import build, output  # noqa: E402
 
@@ -109,7 +110,7 @@ class TestSaving:
                 return self.dense(self.built(x))
 
         model, x = Own(OwnConfig()), torch.randn(2, 8)
-        model.save_pretrained(tmp_path / "as built")
+        hf.save(model, tmp_path / "as built")
         torch.testing.assert_close(Own.from_pretrained(tmp_path / "as built")(x), model(x))
         bt.replace_(model, {"dense": bt.LowRank(rank=2)})
         model.save_pretrained(tmp_path / "after surgery")
