@@ -150,7 +150,7 @@ class TestAFolderIsData:
             vision.load(folder)
 
     def test_saving_refuses_arguments_that_do_not_describe_the_model(self, tmp_path: Path) -> None:
-        with pytest.raises(bt.PlanError, match="could not be loaded again: .* Give save the arguments"):
+        with pytest.raises(bt.PlanError, match=r"could not be loaded again: .* Give save the arguments"):
             vision.save(vit(), tmp_path / "m")
         assert list(tmp_path.iterdir()) == []
 

@@ -120,7 +120,7 @@ def test_the_way_that_the_error_names_changes_the_weight():
 
 def test_reading_gives_plain_tensors_and_gradients():
     layer = bt.StructuredLinear(4, 6, bt.BTT(rank=2))
-    x, dense = torch.randn(3, 4), layer.to_dense()
+    x, dense = torch.randn(3, 4), layer.to_dense().contiguous()  # other strides round otherwise
     weight = layer.weight
     assert (weight.dtype, weight.device, weight.shape) == (dense.dtype, dense.device, dense.shape)
     for result, expected in (
