@@ -156,6 +156,11 @@ class TestAFolderIsData:
         with pytest.raises(bt.PlanError, match=r"model\.safetensors cannot be read"):
             vision.load(folder)
 
+    def test_saving_refuses_arguments_that_do_not_describe_the_model(self, tmp_path: Path) -> None:
+        with pytest.raises(bt.PlanError, match=r"could not be loaded again: .* Give save the arguments"):
+            vision.save(vit(), tmp_path / "m")
+        assert list(tmp_path.iterdir()) == []
+
     def test_saving_refuses_what_loading_would_refuse(self, tmp_path: Path) -> None:
         with pytest.raises(bt.PlanError, match="sets the argument 'checkpoint_path'"):
             vision.save(vit(), tmp_path / "m", **ARGS, checkpoint_path="x")

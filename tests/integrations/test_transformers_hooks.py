@@ -18,6 +18,7 @@ import buttress as bt
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from buttress import hf  # noqa: E402
 from small_transformers import PLAN, TOKENS, gpt2, llama, parts, structured  # noqa: E402
 from transformers_zoo import build, output  # noqa: E402
 
@@ -87,6 +88,33 @@ class TestSaving:
         with pytest.raises(bt.PlanError, match="quantized and has structured layers"):
             model.save_pretrained(tmp_path / "m")
         assert not (tmp_path / "m").exists()
+
+    def test_a_class_that_builds_structured_layers_itself(self, tmp_path: Path) -> None:
+        class OwnConfig(transformers.PretrainedConfig):
+            model_type = "own"
+
+        class Own(transformers.PreTrainedModel):
+            config_class = OwnConfig
+
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                self.built = bt.StructuredLinear(8, 8, PLAN)
+                self.dense = torch.nn.Linear(8, 8)
+                self.post_init()
+
+            def _init_weights(self, module: torch.nn.Module) -> None:
+                if isinstance(module, torch.nn.Linear):
+                    torch.nn.init.normal_(module.weight)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.dense(self.built(x))
+
+        model, x = Own(OwnConfig()), torch.randn(2, 8)
+        hf.save(model, tmp_path / "as built")
+        torch.testing.assert_close(Own.from_pretrained(tmp_path / "as built")(x), model(x))
+        bt.replace_(model, {"dense": bt.LowRank(rank=2)})
+        model.save_pretrained(tmp_path / "after surgery")
+        torch.testing.assert_close(Own.from_pretrained(tmp_path / "after surgery")(x), model(x))
 
     def test_dense_models_are_saved_as_ever(self, tmp_path: Path) -> None:
         same_after_loading(llama(), tmp_path)

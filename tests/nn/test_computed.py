@@ -120,7 +120,7 @@ def test_the_way_that_the_error_names_changes_the_weight():
 
 def test_reading_gives_plain_tensors_and_gradients():
     layer = bt.StructuredLinear(4, 6, bt.BTT(rank=2))
-    x, dense = torch.randn(3, 4), layer.to_dense()
+    x, dense = torch.randn(3, 4), layer.to_dense().contiguous()  # other strides round otherwise
     weight = layer.weight
     assert (weight.dtype, weight.device, weight.shape) == (dense.dtype, dense.device, dense.shape)
     for result, expected in (
@@ -140,6 +140,13 @@ def test_reading_gives_plain_tensors_and_gradients():
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("structure", [bt.BTT(rank=2), bt.LowRank(rank=2), bt.Monarch(), bt.Kronecker(), bt.Dense()])
+def test_it_is_contiguous_like_the_weight_of_a_dense_layer(structure):
+    layer = bt.StructuredLinear(16, 36, structure)
+    assert layer.weight.is_contiguous()
+    assert torch.equal(layer.weight.view(-1), layer.to_dense().reshape(-1))
 
 
 def test_a_kept_weight_takes_hooks_and_retains_its_gradient():

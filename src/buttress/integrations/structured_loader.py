@@ -25,6 +25,7 @@ from buttress.integrations.weight_headers import Shapes, check_size, saved_shape
 from buttress.nn.structured import Structured
 from buttress.surgery import Plan, PlanEntry
 from buttress.surgery.config_entry import LOADER, METHOD, record_plan
+from buttress.surgery.entry import entries_of
 
 
 @register_quantization_config(METHOD)
@@ -104,9 +105,10 @@ class _StructuredLoader(HfQuantizer):
     ) -> None:
         shapes = saved_shapes(checkpoint_files or ())
         assert isinstance(self.quantization_config, StructuredConfig)
-        plan = self.quantization_config.layers_of(model)
-        if plan.entries or not self.quantization_config.layers.entries:
-            adapted(plan, model).apply_(model)
+        layers = self.quantization_config.layers
+        plan = adapted(self.quantization_config.layers_of(model), model)
+        if plan.entries or not layers.entries:
+            plan.apply_(model)
         check_weights(model, shapes)
         if not hasattr(HfQuantizer, "get_new_dtype"):
             # Such versions of transformers do not cast tensors of quantized files that they rename; ours are plain.
@@ -232,7 +234,7 @@ def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
     """Translate a plan to another model with the same base.
 
     Names gain or lose the base's prefix if one model has a head and the other does not. Entries for a head are left out
-    if the model has none.
+    if the model has none, and so are entries for layers that the model's own class builds in this form.
 
     Args:
         plan: The plan of a model with the same base.
@@ -248,8 +250,9 @@ def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
         >>> hf.adapted(bt.Plan.of(causal_model), base_model).apply_(base_model)
     """
     prefix = f"{model.base_model_prefix}."
-    sites = find_sites(model, embeddings=True)
-    names = {e.name: _name_in(sites, e.name, model) for e in plan.entries}
+    built_in = {e.name: e for e in entries_of(model)}
+    replaceable = {*find_sites(model, embeddings=True), *built_in}
+    names = {e.name: _name_in(replaceable, e.name, model) for e in plan.entries}
     entries: list[PlanEntry] = []
     for entry in plan.entries:
         name = names[entry.name]
@@ -263,11 +266,17 @@ def adapted(plan: Plan, model: PreTrainedModel) -> Plan:
             entries.append(replace(entry, name=name, tied=tied))
     if plan.entries and not entries:
         raise PlanError(f"none of the layers that the plan names are in {type(model).__name__}: load the whole model")
-    return Plan(tuple(entries))
+    return Plan(tuple(e for e in entries if not _has_form(built_in.get(e.name), e)))
 
 
-def _name_in(sites: Container[str], name: str, model: PreTrainedModel) -> str | None:
+def _has_form(built_in: PlanEntry | None, entry: PlanEntry) -> bool:
+    """Whether a layer that is structured already has the factors of an entry."""
+    forms = [(e.structure, e.normalize, e.split) for e in (built_in, entry) if e is not None]
+    return len(forms) == 2 and forms[0] == forms[1]
+
+
+def _name_in(layers: Container[str], name: str, model: PreTrainedModel) -> str | None:
     """The name of a layer in a model with the same base, with or without a head, or around the part that was saved."""
     prefix = f"{model.base_model_prefix}."
     around = [f"{child}.{name}" for child, _ in model.named_children()]
-    return next((n for n in (name, f"{prefix}{name}", name.removeprefix(prefix), *around) if n in sites), None)
+    return next((n for n in (name, f"{prefix}{name}", name.removeprefix(prefix), *around) if n in layers), None)

@@ -49,7 +49,8 @@ def save(model: nn.Module, folder: Path | str, **model_args: Any) -> Path:
         The folder.
 
     Raises:
-        PlanError: If the folder is not empty, or an argument is not data about the architecture.
+        PlanError: If the folder is not empty, an argument is not data about the architecture, or the arguments do not
+            describe this model, which could then not be loaded.
 
     Example:
         >>> buttress.vision.save(model, "small", img_size=32)
@@ -57,6 +58,13 @@ def save(model: nn.Module, folder: Path | str, **model_args: Any) -> Path:
     plan = Plan.of(model)
     with new_folder(folder) as part:
         fill(model, part, model_args)
+        try:
+            _checked(part)
+        except ButtressError as error:
+            raise PlanError(
+                f"the model could not be loaded again: {error}. Give save the arguments of timm.create_model that "
+                "built it, such as img_size=32"
+            ) from error
         if plan.entries:
             architecture = getattr(model, "pretrained_cfg", None) or {}
             write_card(part, model_card(plan, library="timm", base_model=architecture.get("architecture")))
@@ -124,15 +132,21 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     """
     source = Path(folder)
     try:
-        config, plan = TimmConfig.read(source), read_plan(source)
-        shapes = saved_shapes([source / WEIGHTS_FILE])
-        with torch.device("meta"), limited_parameters(4 * len(shapes) + _SLACK_TENSORS):
-            _check_fits(_built(config, plan, shapes), shapes)
+        config, plan, shapes = _checked(source)
     except ButtressError as error:
         raise PlanError(f"{source} does not hold a timm model that can be loaded: {error}") from error
     model = _built(config, plan, shapes)
     model.load_state_dict(load_file(source / WEIGHTS_FILE))
     return model.to(device).eval()
+
+
+def _checked(source: Path) -> tuple[TimmConfig, Plan | None, Shapes]:
+    """Config, plan and shapes of a folder, after a model without memory was built from them and compared."""
+    config, plan = TimmConfig.read(source), read_plan(source)
+    shapes = saved_shapes([source / WEIGHTS_FILE])
+    with torch.device("meta"), limited_parameters(4 * len(shapes) + _SLACK_TENSORS):
+        _check_fits(_built(config, plan, shapes), shapes)
+    return config, plan, shapes
 
 
 def _built(config: TimmConfig, plan: Plan | None, shapes: Shapes) -> nn.Module:

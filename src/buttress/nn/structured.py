@@ -220,11 +220,11 @@ class Structured(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix, computed on each access, for callers that read `module.weight`.
+        """The dense matrix, computed on each access and contiguous, for callers that read `module.weight`.
 
         Writing to it, or to a view of it, raises a ReadOnlyError.
         """
-        return computed(self.to_dense, list(self.factors.values()), refusal=WEIGHT_IS_COMPUTED)
+        return computed(lambda: self.to_dense().contiguous(), list(self.factors.values()), refusal=WEIGHT_IS_COMPUTED)
 
     @weight.setter
     def weight(self, value: object) -> None:

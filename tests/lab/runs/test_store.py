@@ -63,6 +63,15 @@ class TestArchives:
             str(warning.message) == f"{tmp_path}: 3 records have no checksum, as version 0.1 wrote them: not verified"
         )
 
+    def test_the_warning_about_one_record_counts_it(self, tmp_path: Path) -> None:
+        old = json.loads(Record(SMALL, "done", RESULTS).to_json())
+        del old["checksum"]
+        store = Store(tmp_path)
+        store.run_folder(SMALL).mkdir()
+        (store.run_folder(SMALL) / "record.json").write_text(json.dumps(old))
+        with pytest.warns(FileWarning, match=": 1 record has no checksum"):
+            store.get(SMALL)
+
 
 class TestLocks:
     def test_one_process_at_a_time(self, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Store:
         if not path.is_file():
             return self.archived.get(run.key)
         record, verified = parse_record_file(path, run)
-        self._note_unverified(not verified)
+        self._note_unverified(int(not verified))
         return record
 
     def put(self, record: Record) -> Path:
