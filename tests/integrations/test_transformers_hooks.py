@@ -201,6 +201,16 @@ def run_python(code: str, *arguments: object) -> Any:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 
+def test_a_config_of_the_callers_that_says_nothing_of_the_plan_is_refused(tmp_path: Path) -> None:
+    model = structured(llama)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(bt.PlanError, match="holds a structured model, and the config that was given does not say so"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=llama().config)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, attention_dropout=0.1)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    assert parts(loaded) == parts(model)
+
+
 def test_the_gpt2_entry_names_its_loader(tmp_path: Path) -> None:
     structured(gpt2).save_pretrained(tmp_path)
     written = entry(tmp_path)

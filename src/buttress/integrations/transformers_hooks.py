@@ -1,14 +1,16 @@
-"""What buttress changes in transformers: how our config entries are found, and that plans are up to date when it saves.
+"""What buttress changes in transformers: how our config entries are found and kept, and that plans are saved.
 
-Both are wrappers around public methods, installed once, and do nothing for models without structured layers.
+These are wrappers around public methods, installed once, and do nothing for models without structured layers.
 """
 
 from __future__ import annotations
 
+import json
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
@@ -29,6 +31,7 @@ def install() -> None:
         (AutoHfQuantizer, "supports_quant_method", lambda original: staticmethod(_finding(original))),
         (AutoQuantizationConfig, "from_dict", lambda original: staticmethod(_reading(original))),
         (PreTrainedModel, "save_pretrained", _saving),
+        (PreTrainedModel, "from_pretrained", lambda original: classmethod(_loading(original.__func__))),
     ]
     for owner, name, wrapper in wrappers:
         setattr(owner, name, wrapper(getattr(owner, name)))
@@ -50,6 +53,31 @@ def _reading(original: Any) -> Any:
         return StructuredConfig.from_dict(entry) if is_ours(entry) else original(entry)
 
     return from_dict
+
+
+def _loading(original: Any) -> Any:
+    """With a config of the caller's, transformers does not look at the entry in the folder's config.json."""
+
+    @wraps(original)
+    def from_pretrained(cls: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config")
+        if isinstance(config, PreTrainedConfig) and not is_ours(getattr(config, ATTRIBUTE, None)):
+            _check_not_structured(Path(folder) / kwargs.get("subfolder", "") / "config.json")
+        return original(cls, folder, *args, **kwargs)
+
+    return from_pretrained
+
+
+def _check_not_structured(path: Path) -> None:
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # no local folder, or one that transformers refuses itself
+    if isinstance(saved, dict) and is_ours(saved.get(ATTRIBUTE)):
+        raise PlanError(
+            f"{path.parent} holds a structured model, and the config that was given does not say so: start from "
+            "AutoConfig.from_pretrained(folder), which takes options such as num_labels=3"
+        )
 
 
 def _saving(original: Any) -> Any:
