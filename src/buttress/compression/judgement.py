@@ -62,9 +62,9 @@ def reason_not_to_judge(site: Site, moments: Mapping[str, Tensor] | None) -> str
     """
     if site.unsupported_reason:
         return f"it cannot be replaced: {site.unsupported_reason}"
-    if not moments:
+    if not moments and not (isinstance(moments, InputMoments) and moments.unreached):
         return None
-    if site.name not in moments:
+    if moments is None or site.name not in moments:
         return "no calibration data reached it"
     energy = moments[site.name].diagonal().sum()
     if not bool(energy.isfinite()):

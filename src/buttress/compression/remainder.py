@@ -79,7 +79,9 @@ class RemainderBefore:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = {name: DenseLayer.of(site, "") for name, site in find_sites(model).items()}
+        sites = find_sites(model, convolutions=True)
+        self.layers = {name: DenseLayer.of(site, "") for name, site in sites.items()}
+        self.by_name_only = {name for name, site in sites.items() if site.by_name_only}
         self.structured = tuple(name for name, m in unique_modules(model) if isinstance(m, Structured))
 
     def after(
@@ -100,9 +102,11 @@ class RemainderBefore:
         unjudged = () if budget is None else budget.unjudged
         compared = set() if budget is None else {row.name for row in budget.rows}
         named = replaced | {layer.name for layer in unjudged}
+        # Convolutions that nobody named are no part of what could have been replaced.
+        layers = {n: d for n, d in self.layers.items() if n not in self.by_name_only or n in named | compared}
         dense = tuple(
             replace(layer, reason="by choice" if name in compared else unselected)
-            for name, layer in self.layers.items()
+            for name, layer in layers.items()
             if name not in named
         )
         return Remainder(
@@ -111,8 +115,8 @@ class RemainderBefore:
             by_weights=tuple(by_weights),
             structured=self.structured,
             refused={} if budget is None else budget.refused,
-            linear_params=sum(layer.params for layer in self.layers.values()),
-            linear_macs=sum(layer.macs for layer in self.layers.values()),
+            linear_params=sum(layer.params for layer in layers.values()),
+            linear_macs=sum(layer.macs for layer in layers.values()),
         )
 
 
