@@ -62,7 +62,7 @@ def test_modules_say_what_to_install() -> None:
     command = [sys.executable, "-c", BLOCKED, "transformers", "timm"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.splitlines() == [
-        "buttress.hf needs transformers: pip install 'transformers>=5'",
+        "buttress.hf needs transformers: pip install 'transformers>=5.6'",
         "buttress.vision needs timm: pip install 'timm>=1.0.26'",
     ], done.stderr
 

@@ -8,7 +8,7 @@ from buttress.errors import MissingExtraError
 
 FAILURES = (ImportError, RuntimeError, OSError, AttributeError)
 """What importing a broken installation raises: compiled extensions that do not fit each other raise RuntimeError."""
-_REQUIREMENTS = {"transformers": "transformers>=5", "timm": "timm>=1.0.26", "safetensors": "safetensors>=0.4.5"}
+_REQUIREMENTS = {"transformers": "transformers>=5.6", "timm": "timm>=1.0.26", "safetensors": "safetensors>=0.4.5"}
 
 
 def import_failure(module: str, library: str, error: BaseException) -> MissingExtraError:
@@ -24,7 +24,7 @@ def import_failure(module: str, library: str, error: BaseException) -> MissingEx
 
     Example:
         >>> str(import_failure("buttress.hf", "transformers", ModuleNotFoundError(name="transformers")))
-        "buttress.hf needs transformers: pip install 'transformers>=5'"
+        "buttress.hf needs transformers: pip install 'transformers>=5.6'"
     """
     cause = _root(error)
     package = (getattr(cause, "name", None) or "").partition(".")[0]
