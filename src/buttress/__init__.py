@@ -8,13 +8,15 @@ optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 
 from importlib import import_module
 
-from buttress.compression.allocation import Budget, budget, curves
+from buttress.compression.allocation import Budget, Curves, budget, curves
 from buttress.compression.distillation import Healing, heal
-from buttress.compression.input_moments import moments
+from buttress.compression.input_moments import InputMoments, moments
+from buttress.compression.judgement import DenseLayer
 from buttress.compression.layer_options import Choice
 from buttress.compression.options import CompressOptions
 from buttress.compression.outcome import Outcome
 from buttress.compression.pipeline import compress
+from buttress.compression.remainder import Remainder
 from buttress.core.chain import Chain, Factor
 from buttress.core.scaling import init_std, lr_multiplier
 from buttress.core.structures import (
@@ -72,10 +74,13 @@ __all__ = [
     "CompressOptions",
     "Convolution",
     "Cost",
+    "Curves",
     "Dense",
+    "DenseLayer",
     "Explanation",
     "Factor",
     "Healing",
+    "InputMoments",
     "Kronecker",
     "LowRank",
     "MissingExtraError",
@@ -87,6 +92,7 @@ __all__ = [
     "ProjectedAttention",
     "Projection",
     "ReadOnlyError",
+    "Remainder",
     "Report",
     "RuleError",
     "ShapeError",

@@ -129,6 +129,17 @@ def test_layers_of_a_plan_that_cannot_be_judged_are_projected_by_their_weights_a
     assert {d.reason for d in outcome.remainder.dense} == {"not in the plan"}
 
 
+def test_a_plan_of_layers_that_no_data_reaches_is_followed_all_the_same(
+    folders: Any, data: Path, tmp_path: Path
+) -> None:
+    name = "model.vision_tower.encoder.layers.0.mlp.fc1"
+    plan = bt.Plan((bt.PlanEntry(name, bt.LowRank(rank=2)),))
+    outcome = bt.compress(folders("llava"), tmp_path / "small", plan=plan, text=data / "lines.txt", batch=8, length=12)
+    assert [(d.name, d.reason) for d in outcome.remainder.by_weights] == [(name, "no calibration data reached it")]
+    with pytest.raises(bt.PlanError, match="no layer can be judged: no calibration data reached it"):
+        bt.compress(folders("llava"), tmp_path / "none", text=data / "lines.txt", layers=[name], batch=8, length=12)
+
+
 def test_experts_in_packed_weights_are_named_with_their_share(folders: Any, data: Path, tmp_path: Path) -> None:
     outcome = bt.compress(folders("mixtral"), tmp_path / "small", 0.8, text=data / "lines.txt", **FAST)
     assert "42.7%  model.layers.0.mlp.experts (experts stored as one 3-D parameter)" in str(outcome.report)

@@ -90,8 +90,23 @@ def test_falcon_says_that_its_linear_layers_have_their_own_forward() -> None:
         bt.replace_(model, bt.BTT())
     with pytest.raises(bt.PlanError, match=rf"query_key_value: {reason}"):
         bt.replace_(model, {"*.query_key_value": bt.BTT()})
+    with pytest.raises(bt.PlanError, match=rf"query_key_value cannot be replaced \({reason}\), and so 7 more"):
+        bt.curves(model)
+    with pytest.raises(bt.PlanError, match=rf"query_key_value cannot be replaced: {reason}"):
+        bt.moments(model, [], layers=["transformer.*"])
     report = bt.replace_(model, {"*.word_embeddings": bt.BTT(), "lm_head": bt.BTT()}, dry_run=True)
     assert len(by_reason(report)[reason]) == 8
+
+
+def test_convolutional_models_say_which_of_their_layers_can_be_replaced_by_name() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet26", num_classes=3)
+    with pytest.raises(
+        bt.PlanError, match=r"conv1 cannot be .* 1 × 1\), and so \d+ more; 1 × 1 .* such as 'layer1\.0\.conv1'"
+    ):
+        bt.replace_(model, bt.BTT())
+    report = bt.replace_(model, {"layer1.0.conv1": bt.BTT()}, dry_run=True)
+    assert [row.kind for row in report.rows] == ["Conv2d"]
 
 
 def test_the_bare_matrices_of_xlnet_are_named() -> None:

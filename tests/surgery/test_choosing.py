@@ -240,6 +240,7 @@ def test_chosen_layers_are_all_but_the_head() -> None:
 def test_globs_choose_layers_and_leave_others_out() -> None:
     model = Net()
     assert list(chosen_layers(model, {"blocks.0.*": False, "*.qkv": True, "head": True})) == ["blocks.1.qkv", "head"]
-    assert chosen_layers(model, {"*": False}) == {}
+    with pytest.raises(bt.PlanError, match="no layer to choose among: the globs leave out all of them"):
+        chosen_layers(model, {"*": False})
     with pytest.raises(bt.PlanError, match=r"no linear layer matches 'embed': there are blocks\.0\.qkv"):
         chosen_layers(model, {"embed": True})

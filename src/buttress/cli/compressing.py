@@ -17,9 +17,16 @@ from buttress.cli.progress import bars
 from buttress.compression.outcome import Outcome, Provenance
 from buttress.compression.pipeline import REPORT_FILE
 from buttress.compression.pipeline import compress as run_compress
+from buttress.compression.remainder import WIDTH, with_names, wrapped
 from buttress.errors import first_line
+from buttress.integrations.model_card import loading_example
 from buttress.lab.runs.config import ConfigError
 from buttress.lab.training.devices import resolve_device
+from buttress.surgery import ReplacedRow
+from buttress.text_table import render, show
+
+_COSTS = {"macs": "MACs per token", "params": "parameters", "time": "milliseconds"}
+"""What is counted, by the value of --cost."""
 
 
 def compress(
@@ -73,7 +80,7 @@ def compress(
     After `import buttress.hf`, `from_pretrained` loads the result like any other model. Example:
     `buttress compress ./minilm --keep 0.5 --calibrate sentences.txt --heal 500 --out ./minilm-half`
     """
-    if cost not in ("macs", "params", "time"):
+    if cost not in _COSTS:
         raise ConfigError(f"--cost is macs, params or time, got {cost!r}")
     text, images = _data_paths(calibrate or [])
     measure: Any = bt.timed(tokens, device=card or device) if cost == "time" else cost
@@ -88,9 +95,9 @@ def compress(
     outcome = _run(model, out, options)
     if as_json:
         return print_json(json.loads((out / REPORT_FILE).read_text(encoding="utf-8")))
-    print_outcome(outcome, lr)
-    say(f"saved in {out}, with the plan in buttress-plan.json and this report in {REPORT_FILE}")
-    say(f"load it with: {loading_example(outcome.provenance, out)}")
+    print_outcome(outcome, lr, cost)
+    say(f"\nsaved in {out}, with the plan in buttress-plan.json and this report in {REPORT_FILE}")
+    say(f"load it with:\n{loading_example(outcome.provenance.library, str(out))}".replace("\n\n", "\n"))
 
 
 def _data_paths(paths: Sequence[Path]) -> tuple[Path | None, Path | None]:
@@ -133,32 +140,80 @@ def _run(model: str, out: Path, options: bt.CompressOptions) -> Outcome:
             ) from error
 
 
-def loading_example(provenance: Provenance, out: Path) -> str:
-    """Python that loads a compressed model, in one line."""
-    if provenance.library == "timm":
-        return f"import buttress.vision; model = buttress.vision.load({str(out)!r})"
-    package, name, method = (
-        ("sentence_transformers", "SentenceTransformer", "")
-        if provenance.library == "sentence-transformers"
-        else ("transformers", provenance.class_name, ".from_pretrained")
-    )
-    return f"import buttress.hf; from {package} import {name}; model = {name}{method}({str(out)!r})"
-
-
-def print_outcome(outcome: Outcome, lr: float) -> None:
-    """Print the report on the layers, what stays as it was, and the model's quality before and after."""
-    print(outcome.report)
-    for line in (*outcome.remainder.lines(), *_remarks(outcome.provenance)):
-        print(line)
-    for name, (before, after) in outcome.quality.items():
-        print(f"{name}: {before:.4g} before, {after:.4g} after")
-    if outcome.healed and outcome.undone:
-        print(
-            "healing moved the outputs away from the original's, from a distance of {:.4g} to {:.4g}, and was undone: "
-            "try an --lr below {:g}, or more steps".format(*outcome.healed, lr)
-        )
+def print_outcome(outcome: Outcome, lr: float, cost: str) -> None:
+    """Print the change of every layer, of the whole model and of its quality, and what stays as it was."""
+    print(_layer_table(outcome.report.rows))
+    report, budget = outcome.report, outcome.budget
+    before, after = report.model_params_before, report.model_params_after
+    print(f"\nmodel: {show(before)} -> {show(after)} parameters ({after / before:.1%} kept)")
+    if budget is not None:
+        sums = [show(sum(getattr(row, name) for row in budget.rows)) for name in ("cost_before", "cost_after")]
+        layers = "the layer" if len(budget.rows) == 1 else f"the {len(budget.rows)} layers"
+        print(f"{_COSTS[cost]} of {layers} to choose among: {' -> '.join(sums)} ({budget.kept:.1%} kept)")
+    for name, (original, compressed) in outcome.quality.items():
+        print(f"{name}: {original:.4g} before, {compressed:.4g} after")
     if not outcome.quality:
         print("quality was not measured: give text or images with --calibrate")
+    if outcome.healed is not None:
+        print(*wrapped(_healing(outcome, lr)), sep="\n")
+    print("", *outcome.remainder.lines(), *_unreached(outcome), *_remarks(outcome.provenance), sep="\n")
+
+
+def _layer_table(rows: Sequence[ReplacedRow]) -> str:
+    """The replaced layers, with names shortened so that the table fits."""
+    omitted = ["kind", "macs_before", "macs_after", "padding", "zero_start"]
+    calibrated = any(row.output_error is not None for row in rows)
+    omitted.append("projection_error" if calibrated else "output_error")
+    sums = [show(sum(getattr(row, name) for row in rows)) for name in ("params_before", "params_after")]
+    total = ["1 layer" if len(rows) == 1 else f"{len(rows)} layers", "", "", *sums, *[""] * 6]
+    headings = {"name": "layer", "params_before": "params", "params_after": "-> after", "projection_error": "error"}
+    table = render(rows, total=total, headings=headings, omitted=omitted)
+    excess = max(map(len, table.splitlines())) - WIDTH
+    if excess <= 0:
+        return table
+    width = max(len(row.name) for row in rows) - excess
+    return render(
+        [replace(row, name=_shortened(row.name, width)) for row in rows],
+        total=total,
+        headings=headings,
+        omitted=omitted,
+    )
+
+
+def _shortened(name: str, width: int) -> str:
+    """A layer's name without parts after the first, so that it fits."""
+    first, *rest = name.split(".")
+    for count in range(len(rest) - 1, 0, -1):
+        if len(name) > width:
+            name = f"{first}…{'.'.join(rest[-count:])}"
+    return name
+
+
+def _healing(outcome: Outcome, lr: float) -> str:
+    assert outcome.healed is not None
+    before, after = outcome.healed
+    if outcome.undone:
+        return (
+            f"healing moved the outputs away from the original's, from a distance of {before:.4g} to {after:.4g}, and "
+            f"was undone: try an --lr below {lr:g}, or more steps"
+        )
+    return f"distance from the original's outputs: {before:.4g} before healing, {after:.4g} after"
+
+
+def _unreached(outcome: Outcome) -> list[str]:
+    """What holds matrices and is no linear layer, with its share of the model."""
+    remainder, report = outcome.remainder, outcome.report
+    listed_before = {layer.name for layer in (*remainder.dense, *remainder.unjudged)} | set(remainder.structured)
+    reasons: dict[str, list[bt.Unreached]] = {}
+    for item in report.unreached:
+        if item.name not in listed_before:
+            reasons.setdefault(item.reason, []).append(item)
+    lines = []
+    for reason, items in reasons.items():
+        share = sum(item.params for item in items) / max(report.model_params_before, 1)
+        text = f"not reached ({reason}): {share:.1%} of the model's parameters"
+        lines += with_names(text, [item.name for item in items])
+    return lines
 
 
 def _remarks(provenance: Provenance) -> list[str]:
@@ -169,9 +224,9 @@ def _remarks(provenance: Provenance) -> list[str]:
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         if reason not in ("weights of the original model", "a file of another tool"):
-            remarks.append(f"not copied ({reason}): {', '.join(names)}")
+            remarks += with_names(f"not copied ({reason})", names)
     if provenance.missing:
-        remarks.append(f"not in the weight files, random in the result as well: {', '.join(provenance.missing)}")
+        remarks += with_names("not in the weight files, random in the result as well", provenance.missing)
     if provenance.unreadable:
-        remarks.append(f"images that cannot be read, left out: {', '.join(provenance.unreadable)}")
+        remarks += with_names("images that cannot be read, left out", provenance.unreadable)
     return remarks

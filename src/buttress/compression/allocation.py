@@ -111,8 +111,8 @@ def curves(
         moments: Second moments of layers' inputs, from `moments()`. With them, losses are those of the outputs on real
             inputs.
         cost: "macs", "params", or a function of a structure (None for nn.Linear), d_in and d_out, such as `timed()`.
-        layers: Maps globs of layer names to whether they are included; the first match wins. Default: all linear layers
-            but the output head.
+        layers: Maps globs of layer names to whether they are included; the first match wins. A 1 × 1 convolution is
+            included only by a glob that ends in its own name. Default: all linear layers but the output head.
         levels: Families are thinned to about this number of costs.
         batches: A few batches on which to measure the effect of each layer's loss on the model's output, by the
             distance that `heal` uses. The layer's losses are scaled by it: some layers tolerate more than others.
@@ -124,7 +124,7 @@ def curves(
         and `refused` the candidates that do not fit a layer's sizes.
 
     Raises:
-        PlanError: If a glob matches no layer, no layer can be judged, or `cost` is unknown.
+        PlanError: If a glob matches no layer, no layer can be replaced or judged, or `cost` is unknown.
         StructureError: If a candidate's text names no structure.
 
     Example:
@@ -134,7 +134,7 @@ def curves(
     sites = chosen_layers(model, layers)
     price = cost_function(cost)
     candidates = None if candidates is None else list(candidates)
-    comparison = _Comparison(moments or {}, price, projections)
+    comparison = _Comparison({} if moments is None else moments, price, projections)
     with evaluating(model), observable(sites.values()) as modules:
         effect = OutputEffect(model, batches) if batches else None
         for index, (name, site) in enumerate(sites.items()):
@@ -181,7 +181,7 @@ class _Comparison:
 
     def curves(self) -> Curves:
         if not self.options:
-            reason = self.unjudged[0].reason if self.unjudged else "no layer is selected"
+            reason = self.unjudged[0].reason
             raise PlanError(f"no layer can be judged: {reason}; give data that the layers see, or other layers")
         median = sorted(self.effects.values())[len(self.effects) // 2] if self.effects else 1.0
         options = {

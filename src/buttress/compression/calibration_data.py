@@ -139,7 +139,11 @@ class ImageData(CalibrationData):
 
         assert files.image_folder is not None
         super().__init__(files.images, files.image_folder, batch)
-        self.transform: Any = create_transform(**resolve_model_data_config(model), is_training=False)  # type: ignore[no-untyped-call]
+        preprocessing: dict[str, Any] = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
+        # A model may have been created for another image size than its pretrained configuration says.
+        if (size := getattr(getattr(model, "patch_embed", None), "img_size", None)) is not None:
+            preprocessing["input_size"] = (preprocessing["input_size"][0], *size)
+        self.transform: Any = create_transform(**preprocessing, is_training=False)
         self.device = device
 
     def collate(self, examples: Sequence[Path]) -> Tensor:

@@ -13,7 +13,9 @@ from buttress.compression.running import call, evaluating, mask_of
 from buttress.errors import PlanError
 from buttress.inspection.hooks import removing
 from buttress.inspection.names import first_match
-from buttress.inspection.sites import find_sites
+from buttress.inspection.sites import Site, find_sites
+from buttress.nn.pointwise_conv import computed_positions
+from buttress.surgery.choosing import special_reason
 
 
 class InputMoments(dict[str, Tensor]):
@@ -42,7 +44,6 @@ class InputMoments(dict[str, Tensor]):
         """Names of the layers that no batch reached."""
 
 
-@torch.no_grad()
 def moments(
     model: nn.Module,
     batches: Iterable[Any],
@@ -53,19 +54,20 @@ def moments(
 ) -> InputMoments:
     """Measure E[x x^T] over the inputs x of each linear layer.
 
-    The model runs in eval mode. Memory is that of one batch and of the moments, independent of the number of batches.
+    The inputs of a 1 × 1 convolution are the channels at each position that it computes. The model runs in eval mode.
+    Memory is that of one batch and of the moments, independent of the number of batches.
 
     Args:
         model: The model. It is not changed.
         batches: Batches to run the model on. A mapping is passed as keywords, a tuple or list as arguments, anything
             else as the only argument.
-        layers: Globs of layer names.
+        layers: Globs of layer names. A 1 × 1 convolution is measured only by a glob that ends in its own name.
         run: Called as `run(model, batch)`, for batches that have to be passed in another way.
         weigh: Called as `weigh(batch)`: a weight per token, such as an attention mask, or None. It applies to layers
             whose inputs have its shape. Default: a mapping's "attention_mask".
 
     Shape:
-        Each result: (d_in, d_in), in float32.
+        Each result: (d_in, d_in), in float32; d_in is the number of input channels of a convolution.
 
     Returns:
         The moments by layer name. Layers that no batch reached are missing; `unreached` names them, and `tokens` says
@@ -78,20 +80,45 @@ def moments(
         >>> inputs = bt.moments(model, loader)
         >>> bt.replace_(model, bt.BTT(rank=4), init="project", moments=inputs)
     """
-    sites = find_sites(model)
-    matches = first_match(dict.fromkeys(layers), sites)
+    sites = find_sites(model, convolutions=True)
+    by_name = {name for name, site in sites.items() if site.by_name_only}
+    matches = first_match(dict.fromkeys(layers), sites, by_name=by_name)
     for glob, reason in matches.unmatched.items():
-        raise PlanError(f"no linear layer matches {glob!r}: {reason}")
-    selected = {name: sites[name] for name in matches.values}
+        raise PlanError(f"no linear layer matches {glob!r}: {special_reason(model, glob, sites) or reason}")
+    measured = moments_of(model, batches, {name: sites[name] for name in matches.values}, run=run, weigh=weigh)
+    if not measured:
+        raise PlanError("no linear layer was reached: give at least one batch, and layers that the model uses")
+    return measured
+
+
+@torch.no_grad()
+def moments_of(
+    model: nn.Module,
+    batches: Iterable[Any],
+    selected: Mapping[str, Site],
+    *,
+    run: Callable[[nn.Module, Any], object] | None = None,
+    weigh: Callable[[Any], Tensor | None] | None = None,
+) -> InputMoments:
+    """Measure the inputs of these layers, as `moments` does.
+
+    Args:
+        model: The model. It is not changed.
+        batches: As for `moments`.
+        selected: The layers, by name.
+        run: As for `moments`.
+        weigh: As for `moments`.
+
+    Returns:
+        As for `moments`; empty if no batch reached any of the layers.
+    """
     sums = _MomentSums()
-    with evaluating(model), observable(selected.values()) as modules, removing(*sums.hooks(modules)):
+    with evaluating(model), observable(selected.values()) as modules, removing(*sums.hooks(modules, selected)):
         for batch in batches:
             sums.weights = (weigh or mask_of)(batch)
             (run or call)(model, batch)
             sums.end_batch()
     means = sums.means()
-    if not means:
-        raise PlanError("no linear layer was reached: give at least one batch, and layers that the model uses")
     return InputMoments(
         {name: means[name] for name in selected if name in means},
         {name: sums.tokens[name] for name in selected if name in means},
@@ -109,12 +136,15 @@ class _MomentSums:
         self.tokens: dict[str, float] = {}
         # Moments of the current batch by input tensor, which q, k and v share. The tensor is kept alive, so that no
         # other tensor gets its id.
-        self._by_input: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
+        self._by_input: dict[tuple[int, int, tuple[int, ...]], tuple[Tensor, Tensor, float]] = {}
 
-    def hooks(self, modules: Mapping[str, nn.Module]) -> list[torch.utils.hooks.RemovableHandle]:
+    def hooks(
+        self, modules: Mapping[str, nn.Module], sites: Mapping[str, Site]
+    ) -> list[torch.utils.hooks.RemovableHandle]:
         """Register hooks that read the inputs of these layers."""
         return [
-            module.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, module in modules.items()
+            module.register_forward_pre_hook(self._hook(name, sites[name].stride), with_kwargs=True)
+            for name, module in modules.items()
         ]
 
     def end_batch(self) -> None:
@@ -125,27 +155,30 @@ class _MomentSums:
         """The moments of the layers that at least one token reached."""
         return {name: total / self.tokens[name] for name, total in self._sums.items() if self.tokens[name] > 0}
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]:
+    def _hook(
+        self, name: str, stride: tuple[int, ...]
+    ) -> Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]:
         def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
             x = arguments[0] if arguments else keywords.get("input")
             if not isinstance(x, Tensor):
                 raise PlanError(
                     f"{name} was called with {type(x).__name__} instead of a tensor: leave it out of layers"
                 )
-            total, count = self._moments_of(x)
+            total, count = self._moments_of(x, stride)
             self._sums[name] = self._sums[name] + total if name in self._sums else total.clone()
             self.tokens[name] = self.tokens.get(name, 0.0) + count
 
         return hook
 
-    def _moments_of(self, x: Tensor) -> tuple[Tensor, float]:
-        """Sum of x x^T over the tokens of an input, and their total weight."""
-        key = id(x), x._version
+    def _moments_of(self, x: Tensor, stride: tuple[int, ...]) -> tuple[Tensor, float]:
+        """Sum of x x^T over the tokens of an input, or over the positions of a convolution, and their total weight."""
+        key = id(x), x._version, stride
         if key not in self._by_input:
-            rows = x.detach().reshape(-1, x.shape[-1]).float()
+            channel_axis = -len(stride) - 1
+            rows = computed_positions(x.detach(), stride).reshape(-1, x.shape[channel_axis]).float()
             count = float(len(rows))
-            if self.weights is not None and self.weights.shape == x.shape[:-1]:
-                weights = self.weights.reshape(-1, 1).to(rows)
+            if self.weights is not None and self.weights.shape == x.select(channel_axis, 0).shape:
+                weights = computed_positions(self.weights.unsqueeze(channel_axis), stride).reshape(-1, 1).to(rows)
                 rows, count = rows * weights.sqrt(), float(weights.sum())
             self._by_input[key] = x, rows.mT @ rows, count
         _, total, count = self._by_input[key]

@@ -10,6 +10,8 @@ from torch import Tensor
 from buttress.compression.input_moments import InputMoments
 from buttress.inspection.sites import Site
 
+SHORT_OF_TOKENS = "fewer tokens reached it than it has inputs"
+
 
 @dataclass(frozen=True)
 class DenseLayer:
@@ -25,6 +27,11 @@ class DenseLayer:
     """Why it stays dense."""
     tokens: int | None = None
     """Calibration tokens that reached it; None where they were not counted."""
+
+    @property
+    def is_short_of_tokens(self) -> bool:
+        """Whether it stays dense because too few calibration tokens reached it."""
+        return self.reason == SHORT_OF_TOKENS
 
     @classmethod
     def of(cls, site: Site, reason: str, moments: Mapping[str, Tensor] | None = None) -> DenseLayer:
@@ -62,9 +69,9 @@ def reason_not_to_judge(site: Site, moments: Mapping[str, Tensor] | None) -> str
     """
     if site.unsupported_reason:
         return f"it cannot be replaced: {site.unsupported_reason}"
-    if not moments:
+    if not moments and not (isinstance(moments, InputMoments) and moments.unreached):
         return None
-    if site.name not in moments:
+    if moments is None or site.name not in moments:
         return "no calibration data reached it"
     energy = moments[site.name].diagonal().sum()
     if not bool(energy.isfinite()):
@@ -73,4 +80,4 @@ def reason_not_to_judge(site: Site, moments: Mapping[str, Tensor] | None) -> str
         return "its inputs were all zero"
     inputs = site.read().in_features
     tokens = moments.tokens.get(site.name, inputs) if isinstance(moments, InputMoments) else inputs
-    return "fewer tokens reached it than it has inputs" if tokens < inputs else None
+    return SHORT_OF_TOKENS if tokens < inputs else None

@@ -40,7 +40,8 @@ class CompressOptions:
             on it, and quality is measured on a part that is held out.
         images: An image folder. Models that read text and images are given both.
         layers: Globs of the layers to choose among, the first match wins; one that starts with "!" leaves layers out.
-            Default: all linear layers but the output head.
+            A 1 × 1 convolution is matched only by a glob that ends in its own name. Default: all linear layers but the
+            output head.
         heal: Steps of healing: distillation from the original model, undone if it moves the outputs on held-out data
             away from the original's.
         lr: Learning rate of healing.

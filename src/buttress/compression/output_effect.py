@@ -14,6 +14,7 @@ from buttress.compression.distillation import distance_for, output_tensor
 from buttress.compression.running import call
 from buttress.inspection.hooks import removing
 from buttress.inspection.sites import Site
+from buttress.nn.pointwise_conv import computed_positions
 from buttress.projection.closed_form import Draft, Projection
 
 ROUNDING = 1e-9
@@ -53,7 +54,7 @@ class OutputEffect:
             nonlocal reached
             x = arguments[0] if arguments else keywords["input"]
             reached = reached or x.numel() > 0
-            return F.linear(x, weight, bias)
+            return F.linear(computed_positions(x, site.stride), weight, bias).movedim(-1, -len(site.stride) - 1)
 
         with removing(module.register_forward_hook(replaced, with_kwargs=True)):
             distances = [

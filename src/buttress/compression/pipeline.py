@@ -16,7 +16,7 @@ from buttress.compression.calibration_data import CalibrationData
 from buttress.compression.calibration_files import CalibrationFiles, read_calibration_files
 from buttress.compression.distillation import heal, mean_distance
 from buttress.compression.hub import local_folder
-from buttress.compression.input_moments import moments
+from buttress.compression.input_moments import moments_of
 from buttress.compression.judgement import DenseLayer
 from buttress.compression.model_folders import ModelFolder, open_model_folder
 from buttress.compression.options import CompressOptions
@@ -25,9 +25,9 @@ from buttress.compression.projection_store import ProjectionStore
 from buttress.compression.remainder import RemainderBefore, cannot_be_judged
 from buttress.errors import ButtressError, PlanError, first_line
 from buttress.files import new_folder
-from buttress.inspection.sites import find_sites
+from buttress.inspection.sites import Site, find_sites
 from buttress.integrations.model_card import model_card, write_card
-from buttress.surgery import Plan, Report, replace_
+from buttress.surgery import Plan, Report, chosen_layers, replace_
 
 EFFECT_BATCHES = 2
 """Batches on which the effect of each layer's loss on the model's output is measured."""
@@ -110,16 +110,16 @@ def _compress(
         data.try_out(model)
     original, before = copy.deepcopy(model), RemainderBefore(model)
     clock.end("load")
-    inputs: Mapping[str, Tensor] = {}
+    sites, inputs = _sites_to_judge(model, options), dict[str, Tensor]()
     if data is not None:
-        inputs = _calibrate(model, data, options)
+        inputs = _calibrate(model, sites, data, options)
         clock.end("calibrate")
     plan, chosen, store = options.plan, None, ProjectionStore()
     if plan is None:
         chosen = _choose(folder, data, inputs, store, options)
         plan = chosen.plan
         clock.end("choose")
-    by_weights = cannot_be_judged(find_sites(model), [e.name for e in plan.entries], inputs)
+    by_weights = cannot_be_judged(sites, [e.name for e in plan.entries], inputs)
     inputs = {name: inputs[name] for name in inputs if name not in {layer.name for layer in by_weights}}
     report = _project(model, plan, inputs, store, options)
     clock.end("project")
@@ -135,7 +135,17 @@ def _compress(
     return outcome
 
 
-def _calibrate(model: nn.Module, data: CalibrationData, options: CompressOptions) -> dict[str, Tensor]:
+def _sites_to_judge(model: nn.Module, options: CompressOptions) -> dict[str, Site]:
+    """The layers to choose among, or those that a given plan replaces."""
+    if options.plan is None:
+        return chosen_layers(model, options.layer_rules() or None)
+    sites = find_sites(model, convolutions=True)
+    return {e.name: sites[e.name] for e in options.plan.entries if e.name in sites}
+
+
+def _calibrate(
+    model: nn.Module, sites: Mapping[str, Site], data: CalibrationData, options: CompressOptions
+) -> dict[str, Tensor]:
     count = options.calibration_batches
 
     def counted(batches: Iterable[Any]) -> Iterator[Any]:
@@ -143,7 +153,7 @@ def _calibrate(model: nn.Module, data: CalibrationData, options: CompressOptions
             options.report("calibrating", index, count)
             yield batch
 
-    return moments(model, counted(data.calibration_batches(count)))
+    return moments_of(model, counted(data.calibration_batches(count)), sites)
 
 
 def _choose(
@@ -175,7 +185,7 @@ def _without_random_layers(choices: Curves, folder: ModelFolder) -> Curves:
     absent = {name.rpartition(".")[0] for name in folder.missing} & set(choices)
     if not absent:
         return choices
-    sites = find_sites(folder.model)
+    sites = find_sites(folder.model, convolutions=True)
     rows = [DenseLayer.of(sites[name], "its weights are not in the folder") for name in absent]
     kept = {name: options for name, options in choices.items() if name not in absent}
     return Curves(kept, (*choices.unjudged, *rows), choices.refused)
@@ -187,7 +197,7 @@ def _project(
     """Replace the plan's layers, starting from the projections that the choice has stored."""
     inputs = {e.name: inputs[e.name] for e in plan.entries if e.name in inputs}
     sweeps = options.sweeps if inputs else 0
-    sites = find_sites(model)
+    sites = find_sites(model, convolutions=True)
     projections = {}
     for index, entry in enumerate(plan.entries):
         options.report("projecting", index, len(plan.entries))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,8 @@ from buttress.inspection.sites import Site, find_sites
 from buttress.nn.structured import Structured
 from buttress.surgery import Plan
 
-NAMES_SHOWN = 4
-"""Most names in one line of the summary."""
+WIDTH = 100
+"""Most columns of the summary."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +49,28 @@ class Remainder:
         return sum(layer.macs for layer in self.unjudged) / max(self.linear_macs, 1)
 
     def lines(self) -> list[str]:
-        """A summary for people, one line per reason."""
-        lines = [self._line(reason, layers, "stay dense") for reason, layers in _by_reason(self.dense).items()]
+        """A summary for people, by reason, in lines of at most 100 columns."""
+        lines = []
+        for reason, layers in _by_reason(self.dense).items():
+            lines += self._item(f"stay dense ({reason})", layers)
         if self.unjudged:
             lines.append(
                 f"not judged, stay dense: {_count(self.unjudged)} with {self.unjudged_params:.1%} of the linear "
                 f"layers' parameters and {self.unjudged_macs:.1%} of their MACs"
             )
-            lines += [f"  {reason}: {_names(layers)}" for reason, layers in _by_reason(self.unjudged).items()]
+            for reason, layers in _by_reason(self.unjudged).items():
+                lines += with_names(f"  {reason}", _names(layers))
         for reason, layers in _by_reason(self.by_weights).items():
-            lines.append(self._line(reason, layers, "replaced by their weights alone, as the plan asks"))
+            lines += self._item(f"replaced by their weights alone, as the plan asks ({reason})", layers)
         if self.structured:
-            lines.append(f"structured before, not changed: {_listed(self.structured)}")
-        if self.refused:
-            candidates = {candidate: reason for row in self.refused.values() for candidate, reason in row.items()}
-            lines += [f"{candidate} does not fit some layers: {reason}" for candidate, reason in candidates.items()]
+            lines += with_names("structured before, not changed", self.structured)
+        for candidate, reason in {c: r for row in self.refused.values() for c, r in row.items()}.items():
+            lines += wrapped(f"{candidate} does not fit some layers: {reason}")
         return lines
 
-    def _line(self, reason: str, layers: Sequence[DenseLayer], what: str) -> str:
+    def _item(self, what: str, layers: Sequence[DenseLayer]) -> list[str]:
         share = sum(layer.params for layer in layers) / max(self.linear_params, 1)
-        count = f"{_count(layers)} with {share:.1%} of the linear layers' parameters"
-        return f"{what} ({reason}): {count}, {_names(layers)}"
+        return with_names(f"{what}: {_count(layers)} with {share:.1%} of the linear layers' parameters", _names(layers))
 
 
 class RemainderBefore:
@@ -79,7 +81,9 @@ class RemainderBefore:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = {name: DenseLayer.of(site, "") for name, site in find_sites(model).items()}
+        sites = find_sites(model, convolutions=True)
+        self.layers = {name: DenseLayer.of(site, "") for name, site in sites.items()}
+        self.by_name_only = {name for name, site in sites.items() if site.by_name_only}
         self.structured = tuple(name for name, m in unique_modules(model) if isinstance(m, Structured))
 
     def after(
@@ -100,9 +104,11 @@ class RemainderBefore:
         unjudged = () if budget is None else budget.unjudged
         compared = set() if budget is None else {row.name for row in budget.rows}
         named = replaced | {layer.name for layer in unjudged}
+        # Convolutions that nobody named are no part of what could have been replaced.
+        layers = {n: d for n, d in self.layers.items() if n not in self.by_name_only or n in named | compared}
         dense = tuple(
             replace(layer, reason="by choice" if name in compared else unselected)
-            for name, layer in self.layers.items()
+            for name, layer in layers.items()
             if name not in named
         )
         return Remainder(
@@ -111,8 +117,8 @@ class RemainderBefore:
             by_weights=tuple(by_weights),
             structured=self.structured,
             refused={} if budget is None else budget.refused,
-            linear_params=sum(layer.params for layer in self.layers.values()),
-            linear_macs=sum(layer.macs for layer in self.layers.values()),
+            linear_params=sum(layer.params for layer in layers.values()),
+            linear_macs=sum(layer.macs for layer in layers.values()),
         )
 
 
@@ -135,12 +141,22 @@ def _count(layers: Sequence[DenseLayer]) -> str:
     return "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
 
 
-def _names(layers: Sequence[DenseLayer]) -> str:
-    few = [f"{layer.name} ({layer.tokens} tokens)" if layer.tokens else layer.name for layer in layers]
-    return _listed(few)
+def _names(layers: Sequence[DenseLayer]) -> list[str]:
+    return [f"{layer.name} ({layer.tokens} tokens)" if layer.is_short_of_tokens else layer.name for layer in layers]
 
 
-def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    rest = len(every) - NAMES_SHOWN
-    return ", ".join(every[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def with_names(text: str, names: Sequence[str]) -> list[str]:
+    """Lines of the summary that list names after a text: all names if they fit, else as many as one line takes."""
+    if len(line := f"{text}: {', '.join(names)}") <= WIDTH:
+        return [line]
+    for count in range(len(names), 0, -1):
+        rest = f" and {len(names) - count} more" if count < len(names) else ""
+        line = f"    {', '.join(names[:count])}{rest}"
+        if len(line) <= WIDTH:
+            break
+    return [*wrapped(f"{text}:"), line]
+
+
+def wrapped(text: str) -> list[str]:
+    """A text of the summary in lines that fit; names are not broken."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)

@@ -66,7 +66,8 @@ def coverage(
     for name, site in sites.items():
         if name not in replaced:
             params = _count(site.tensors(), counted)
-            unreached.append(Unreached(name, site.kind, params, kept.get(name, _LEFT_OUT)))
+            left_out = f"{site.description}, {_LEFT_OUT}" if site.by_name_only else _LEFT_OUT
+            unreached.append(Unreached(name, site.kind, params, kept.get(name, left_out)))
     for obstacle in find_obstacles(model).values():
         params = _count(((id(t), t) for t in obstacle.tensors), counted) + obstacle.packed_params
         if obstacle.tensors or obstacle.packed_params:

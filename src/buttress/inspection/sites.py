@@ -55,6 +55,11 @@ class Site:
         return isinstance(self.owner, POINTWISE_CLASSES)
 
     @property
+    def stride(self) -> tuple[int, ...]:
+        """Stride of a 1 × 1 convolution in each spatial dimension; empty for a layer that has its inputs last."""
+        return self.owner.stride if isinstance(self.owner, POINTWISE_CLASSES) else ()
+
+    @property
     def by_name_only(self) -> bool:
         """Whether the layer is replaced only by a glob that ends in its own name."""
         return self.is_embedding or self.is_convolution
@@ -77,17 +82,23 @@ class Site:
         return keyed if linear.bias is None else [*keyed, ((id(self.owner.in_proj_bias), projection), linear.bias)]
 
 
-def find_sites(model: nn.Module, *, embeddings: bool = False) -> dict[str, Site]:
+def find_sites(model: nn.Module, *, embeddings: bool = False, convolutions: bool | None = None) -> dict[str, Site]:
     """Every linear layer of a model by name.
 
     Args:
         model: The model.
-        embeddings: Whether to include what is replaced by name only: every nn.Embedding and every 1 × 1 convolution.
+        embeddings: Whether to include every nn.Embedding.
+        convolutions: Whether to include every 1 × 1 convolution. Default: as for embeddings.
 
     Returns:
         The sites in the model's order; a layer with several names is listed under the first.
     """
-    return {site.name: site for site in _sites(model) if embeddings or not site.by_name_only}
+    convolutions = embeddings if convolutions is None else convolutions
+
+    def is_included(site: Site) -> bool:
+        return (embeddings or not site.is_embedding) and (convolutions or not site.is_convolution)
+
+    return {site.name: site for site in _sites(model) if is_included(site)}
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,12 +19,12 @@ CARD_FILE = "README.md"
 Library = Literal["transformers", "sentence-transformers", "timm"]
 
 _LOADING: dict[Library, str] = {
-    "transformers": 'import buttress as bt\n\nmodel = bt.from_pretrained("{folder}")',
+    "transformers": "import buttress as bt\n\nmodel = bt.from_pretrained({folder})",
     "sentence-transformers": (
         "import buttress.hf\nfrom sentence_transformers import SentenceTransformer\n\n"
-        'model = SentenceTransformer("{folder}")'
+        "model = SentenceTransformer({folder})"
     ),
-    "timm": 'import buttress.vision\n\nmodel = buttress.vision.load("{folder}")',
+    "timm": "import buttress.vision\n\nmodel = buttress.vision.load({folder})",
 }
 _NEEDS: dict[Library, str] = {
     "transformers": (
@@ -90,6 +91,19 @@ def model_card(
     return "\n".join(s for s in sections if s)
 
 
+def loading_example(library: Library, folder: str) -> str:
+    """Python that loads a structured model.
+
+    Args:
+        library: The library that the model belongs to.
+        folder: The model's folder.
+
+    Returns:
+        A few lines of code.
+    """
+    return _LOADING[library].format(folder=json.dumps(folder, ensure_ascii=False))
+
+
 def write_card(folder: Path, card: str) -> None:
     """Write a card into a folder.
 
@@ -124,13 +138,13 @@ def _summary(rows: Report | Plan, base_model: str | None) -> str:
     if isinstance(rows, Report):
         sizes = f" {show(rows.model_params_before)} parameters became {show(rows.model_params_after)}."
     return (
-        f"A model in which {count} linear layers or embeddings are structured matrices instead of dense ones, "
+        f"A model in which {count} layers are structured matrices instead of dense ones, "
         f"written by buttress.{origin}{sizes}\n"
     )
 
 
 def _loading(library: Library) -> str:
-    example = _LOADING[library].format(folder="path/to/this/folder")
+    example = loading_example(library, "path/to/this/folder")
     return (
         f"## Loading\n\nNeeded: Python >= 3.11, buttress >= {__version__}, and `pip install "
         f"{_PACKAGES[library]}`.\n\n```python\n{example}\n```\n\n{_NEEDS[library]}\n"

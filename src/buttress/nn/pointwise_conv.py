@@ -105,10 +105,7 @@ class StructuredPointwiseConv(StructuredLinear):
         if x.dim() not in (dims + 1, dims + 2):
             raise ShapeError(f"expected {dims + 1} or {dims + 2} dimensions, got an input of shape {tuple(x.shape)}")
         channels_last = x.dim() > 3 and not x.is_contiguous() and x.movedim(-dims - 1, -1).is_contiguous()
-        if max(self.stride) > 1:
-            positions: list[Any] = [slice(None, None, step) for step in self.stride]
-            x = x[(..., *positions)]
-        y = super().forward(x.movedim(-dims - 1, -1)).movedim(-1, -dims - 1)
+        y = super().forward(computed_positions(x, self.stride)).movedim(-1, -dims - 1)
         # Like a convolution, the result has the memory format of the input.
         return y if channels_last else y.contiguous()
 
@@ -167,6 +164,24 @@ class StructuredPointwiseConv(StructuredLinear):
     def extra_repr(self) -> str:
         """Sizes and options, for `repr`."""
         return f"{super().extra_repr()}, stride={self.stride}"
+
+
+def computed_positions(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The channels at each position that a 1 × 1 convolution computes.
+
+    Args:
+        x: Input of the convolution.
+        stride: Its stride in each spatial dimension. Without one, the layer is linear, and all tokens are computed.
+
+    Shape:
+        - x: ``(*, channels, *positions)``.
+        - Result: ``(*, *positions, channels)``, a view with every ``stride``-th position.
+    """
+    channels_last = x.movedim(-len(stride) - 1, -1)
+    if all(step == 1 for step in stride):
+        return channels_last
+    positions: list[Any] = [slice(None, None, step) for step in stride]
+    return channels_last[(..., *positions, slice(None))]
 
 
 def not_pointwise_reason(conv: Pointwise) -> str | None:

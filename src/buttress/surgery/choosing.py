@@ -27,28 +27,35 @@ Split = int | Sequence[int]
 
 
 def chosen_layers(model: nn.Module, layers: Mapping[str, bool] | None) -> dict[str, Site]:
-    """The linear layers that globs select.
+    """The linear layers that globs select, and the 1 × 1 convolutions that they name.
 
     Args:
         model: The model.
-        layers: Globs over layer names, each with whether to select what it matches; the first match wins. None
-            selects every linear layer but the output head.
+        layers: Globs over layer names, each with whether to select what it matches; the first match wins. A 1 × 1
+            convolution is matched only by a glob that ends in its own name. None selects every linear layer but the
+            output head.
 
     Returns:
         The selected layers by name, in the model's order.
 
     Raises:
-        PlanError: If a glob selects nothing, or names a layer that cannot be replaced.
+        PlanError: If a glob selects nothing or names a layer that cannot be replaced, or no layer is selected.
 
     Example:
         >>> sites = chosen_layers(model, {"*.attn.*": False, "blocks.*": True})
     """
-    sites = find_sites(model)
+    sites = find_sites(model, convolutions=True)
+    kept: Mapping[str, str] = {}
     if layers is None:
-        head = output_head(model)
-        return {name: site for name, site in sites.items() if id(site.owner) not in head.module_ids}
-    rules = {glob: selected or None for glob, selected in layers.items()}
-    return {name: sites[name] for name, selected in _matched(model, rules, sites).items() if selected}
+        kept = _reasons_to_keep(model, sites)
+        selected = [name for name in sites if name not in kept]
+    else:
+        rules = {glob: is_selected or None for glob, is_selected in layers.items()}
+        selected = [name for name, is_selected in _matched(model, rules, sites).items() if is_selected]
+    if not selected:
+        reason = "the globs leave out all of them" if layers else _nothing_reason(model, layers, sites, kept)
+        raise PlanError(f"no layer to choose among: {reason}")
+    return {name: sites[name] for name in selected}
 
 
 @dataclass(frozen=True)
@@ -172,13 +179,22 @@ def _matched(model: nn.Module, rules: Mapping[str, T], sites: Mapping[str, Site]
     for glob in matches.unmatched:
         if rules[glob] is None and first_match({glob: None}, obstacles).values:
             continue  # they stay as they are anyway
-        reason = _special_reason(model, glob, sites) or first_match(rules, sites, by_name=by_name).unmatched[glob]
+        reason = special_reason(model, glob, sites) or first_match(rules, sites, by_name=by_name).unmatched[glob]
         raise PlanError(f"{label}no linear layer matches {glob!r}: {reason}")
     return {name: value for name, value in matches.values.items() if name in sites}
 
 
-def _special_reason(model: nn.Module, glob: str, sites: Mapping[str, Site]) -> str | None:
-    """Why a glob selects nothing although it matches something, or what to write instead."""
+def special_reason(model: nn.Module, glob: str, sites: Mapping[str, Site]) -> str | None:
+    """Why a glob selects nothing although it matches something, or what to write instead.
+
+    Args:
+        model: The model.
+        glob: The glob.
+        sites: The layers that could be selected.
+
+    Returns:
+        The reason; None if there is no more to say than that nothing has such a name.
+    """
     structured = [name for name, module in modules(model) if isinstance(module, Structured)]
     for name in first_match({glob: None}, structured).values:
         return f"{name} is structured already"
@@ -205,7 +221,9 @@ def _nothing_reason(model: nn.Module, plan: object, sites: Mapping[str, Site], k
         return f"{structured[0]} and what else can be are structured already: densify_ the model first to start again"
     if obstacles:
         first, more = obstacles[0], len(obstacles) - 1
-        return f"{first.name} cannot be replaced ({first.reason})" + (f", and so {more} more" if more else "")
+        pointwise = [name for name, site in sites.items() if site.is_convolution]
+        hint = f"; 1 × 1 convolutions can be, where a glob names them, such as {pointwise[0]!r}" if pointwise else ""
+        return f"{first.name} cannot be replaced ({first.reason})" + (f", and so {more} more" if more else "") + hint
     if kept:
         name, reason = next(iter(kept.items()))
         return f"{name} stays dense ({reason}): name it in a mapping to replace it"
