@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,11 @@ class TestTransformers:
     def test_names_that_are_no_models_are_not_called(self, tmp_path: Path) -> None:
         hf.save(llama(), tmp_path / "m")
         config = json.loads((tmp_path / "m" / "config.json").read_text())
-        for name in ("pipeline", "AutoTokenizer", "os", "NoSuchModel", 3):
+        for name in ("pipeline", "AutoTokenizer", "os", "NoSuchModel"):
             (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+            assert type(bt.from_pretrained(tmp_path / "m")) is transformers.LlamaModel
+        (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"architectures": [3]}))
+        with suppress(bt.PlanError):  # of versions of transformers that check what kind of value it is
             assert type(bt.from_pretrained(tmp_path / "m")) is transformers.LlamaModel
 
     def test_code_in_a_folder_is_never_run(self, tmp_path: Path) -> None:

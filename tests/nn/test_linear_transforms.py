@@ -17,7 +17,6 @@ import distributed_worker
 from linear_cases import CASES, both, double, each, gradients, randomized
 
 
-
 @each
 @both
 def test_functional_call_substitutes_every_parameter(structure, d_in, d_out, normalize):
