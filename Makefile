@@ -32,16 +32,18 @@ fuzz: $(READY)
 	$(BIN)/python -m fuzz $(AREA) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
 # The lowest versions that pyproject.toml allows and the newest that pip finds, each in an environment of its own.
-VERSIONED_TESTS := tests/integrations tests/surgery tests/compression tests/nn tests/test_docs_compatibility.py
+VERSIONED_TESTS := tests/integrations tests/surgery tests/compression tests/nn tests/optim tests/costs \
+	tests/compatibility tests/test_docs_compatibility.py
 
 test-versions: test-lowest test-newest
 
 test-lowest test-newest: test-%: .venv-%/.ready
 	.venv-$*/bin/pytest -m "not slow and not gpu" $(VERSIONED_TESTS)
 
-.venv-lowest/.ready: pyproject.toml $(READY)
+.venv-lowest/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-lowest
-	cd docs && ../$(BIN)/python -m generation.versions torch transformers timm > ../.venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet packaging
+	cd docs && ../.venv-lowest/bin/python -m generation.versions torch transformers timm > ../.venv-lowest/constraints.txt
 	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt torch torchvision
 	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt -e '.[dev]'
 	touch $@

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from .records import ROOT
+from . import ROOT
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 CELL_SECONDS = 900

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 from buttress.lab.runs.records import Record, read_records
 
-ROOT = Path(__file__).parents[2]
+from . import ROOT
+
 RESULTS = ROOT / "results"
 
 

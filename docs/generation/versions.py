@@ -10,8 +10,8 @@ import tomllib
 
 from packaging.requirements import Requirement
 
+from . import ROOT
 from .markdown import table
-from .records import ROOT
 
 LIBRARIES = ("torch", "transformers", "timm")
 

@@ -181,3 +181,32 @@ def test_a_view_inside_the_model_keeps_its_storage_alive() -> None:
             return self.linear((x + 1)[:, :4])
 
     assert bt.cost(Half(), torch.randn(3, 8)).activation_bytes == 3 * 8 * 4
+
+
+class GroupedAttention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+
+QUERIES, KEYS = (2, 8, 5, 16), (2, 2, 7, 16)
+GROUPED_MACS = 2 * 8 * 5 * 7 * (16 + 16)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_attention_whose_keys_have_fewer_heads_than_its_queries(device: str) -> None:
+    query, key = (torch.randn(shape, device=device) for shape in (QUERIES, KEYS))
+    counted = bt.cost(GroupedAttention(), query, key)
+    assert counted.macs == GROUPED_MACS
+    assert counted.not_counted == ()
+
+
+@pytest.mark.parametrize("kind", ["efficient", "flash", "cudnn"])
+def test_every_kernel_of_attention_counts_keys_with_fewer_heads(kind: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    with counter:  # created before buttress adds its formulas, perhaps
+        bt.cost(nn.Linear(2, 2), torch.randn(1, 2))
+    formula = counter.flop_registry[getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")]
+    query, key = (torch.empty(shape, device="meta") for shape in (QUERIES, KEYS))
+    assert formula(query, key, key, out_val=query) == 2 * GROUPED_MACS

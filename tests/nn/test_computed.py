@@ -230,6 +230,12 @@ def test_it_can_be_an_argument_of_a_compiled_function():
     torch.testing.assert_close(product, F.linear(x, layer.to_dense()))
 
 
+def test_the_base_of_its_view_is_plain():
+    weight = bt.StructuredLinear(4, 6, bt.BTT()).weight
+    assert weight._is_view()
+    assert type(weight._base) is torch.Tensor, "torch's compiler follows the bases to the last"
+
+
 def test_state_dict_holds_the_factors_alone():
     layer = bt.StructuredLinear(4, 6, bt.BTT())
     assert set(layer.state_dict()) == {"factors.R", "factors.L", "bias"}

@@ -16,10 +16,6 @@ import buttress as bt
 import distributed_worker
 from linear_cases import CASES, both, double, each, gradients, randomized
 
-dynamic_sizes = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="before 2.13, torch's own compiler fixes a dynamic batch that goes through bmm"
-)
-
 
 @each
 @both
@@ -144,15 +140,17 @@ def test_compile_fullgraph(structure, d_in, d_out, normalize):
 
 
 @each
-@dynamic_sizes
 @pytest.mark.usefixtures("dynamo")
 def test_compile_with_a_dynamic_batch(structure, d_in, d_out):
     layer = double(structure, d_in, d_out, normalize=True)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    compilations = []
     for batch in (5, 9, 17):
         check_compiled(layer, compiled, d_in, batch)
-    assert counter.frame_count == 1
+        compilations.append(counter.frame_count)
+    # torch 2.11 may start over within the first compilation, and counts that as a second one.
+    assert compilations == compilations[:1] * 3
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -174,7 +172,6 @@ def test_layers_of_one_size_share_a_compiled_graph():
     assert counter.frame_count == 1
 
 
-@dynamic_sizes
 @each
 @both
 def test_export_with_a_dynamic_batch(structure, d_in, d_out, normalize):

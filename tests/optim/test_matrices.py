@@ -71,12 +71,13 @@ def model_of_transformers(name: str, d: int) -> nn.Module:
 )
 def test_experts_of_transformers(name, order):
     rows = explained(lambda d: model_of_transformers(name, d))
-    (up,) = (r for n, r in rows.items() if n.endswith("gate_up_proj"))
-    (down,) = (r for n, r in rows.items() if n.endswith("down_proj"))
+    (up,) = (r for n, r in rows.items() if n.endswith(("gate_up_proj", "input_linear.weight")))
+    (down,) = (r for n, r in rows.items() if n.endswith(("down_proj", "output_linear.weight")))
     assert up.why == f"experts, each {order}; width {NARROW} -> {WIDE}"
     assert (up.fan_in, down.fan_in) == (WIDE, 2 * WIDE)
-    (router,) = (r for n, r in rows.items() if n.endswith(("gate.weight", "router.weight")))
-    assert router.why.endswith(f"TopKRouter: taken for (out, in); width {NARROW} -> {WIDE}")
+    (router,) = (r for n, r in rows.items() if n.endswith(("gate.weight", "router.weight", "router.layer.weight")))
+    kinds = "TopKRouter: taken for (out, in)", "dense"
+    assert router.why.endswith(tuple(f"{kind}; width {NARROW} -> {WIDE}" for kind in kinds))
     assert up.multiplier == down.multiplier == router.multiplier == NARROW / WIDE
     for r in rows.values():
         if r.name.endswith("_proj_bias"):

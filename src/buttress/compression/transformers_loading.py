@@ -88,6 +88,10 @@ def model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
     import transformers
 
     has_code = "auto_map" in config
+    names = config.get("architectures") or []
+    name = names[0] if isinstance(names, list) and names else None
+    if name is not None and not isinstance(name, str):  # which some versions of transformers refuse at length
+        raise PlanError(f"{name!r}, the class in config.json of {folder}, is no name")
     try:
         with quiet():
             settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -95,15 +99,13 @@ def model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
         if has_code and config.get("model_type") not in transformers.CONFIG_MAPPING:
             raise PlanError(f"the model in {folder} needs code of its own (auto_map), which is never run") from None
         raise ButtressError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
-    names = config.get("architectures") or []
-    name = names[0] if isinstance(names, list) and names else None
     if name is None:
         mapping = transformers.models.auto.modeling_auto.MODEL_MAPPING
         if type(settings) not in mapping:
             raise PlanError(f"config.json of {folder} names no class: add it as architectures")
         return mapping[type(settings)], settings
     try:
-        cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+        cls = getattr(transformers, name, None) if name.isidentifier() else None
     except ImportError as error:  # transformers finds a library broken that the class needs
         raise PlanError(
             f"{name} cannot be imported from transformers: {first_line(error.__cause__ or error)}"

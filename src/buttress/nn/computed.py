@@ -68,7 +68,7 @@ class ComputedTensor(Tensor):
         """Run an operation as on plain tensors, and raise if it changed one that is computed."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_compiling() or func is _BASE:
+            if torch.compiler.is_compiling() or func == _BASE:  # equal, since torch wraps it anew on each access
                 return func(*args, **kwargs)
             sources = list(_computed_tensors((*args, *kwargs.values())))
             if _writes(func, args):

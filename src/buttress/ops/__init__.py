@@ -24,6 +24,10 @@ from buttress.ops.lookup import row_macs, rows
 flops.register_if_cheap()
 
 Impl = Literal["reference", "bmm", "triton"]
+# Before 2.13, torch.export takes the smaller of two strides of a view for a condition on a dynamic batch. The views of
+# "bmm", whose fastest axis is the batch, have such strides.
+_EXPORT_FIXES_BATCH_OF_VIEWS = torch.__version__ < "2.13"
+
 IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply, "triton": fused.apply}
 
 __all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "fastest", "graphed", "prepare", "row_macs", "rows"]
@@ -108,13 +112,16 @@ def fastest(chain: Chain, x: Tensor) -> Impl:
 
     Returns:
         "triton" where it was measured to be faster for a similar layer on this GPU, else "bmm". With
-        BUTTRESS_CALIBRATE=1 in the environment, a layer that is like none in the table is measured first.
+        BUTTRESS_CALIBRATE=1 in the environment, a layer that is like none in the table is measured first. Inside
+        torch.export before torch 2.13, "reference" takes the place of "bmm".
     """
     if speeds.MEASURES_ON_FIRST_USE and x.device.type == "cuda" and not torch.compiler.is_compiling():
         from buttress.ops.measuring import measure_at_first_use
 
         measure_at_first_use(chain, x)
-    return "triton" if fused.preferred(chain, x) else "bmm"
+    if fused.preferred(chain, x):
+        return "triton"
+    return "reference" if _EXPORT_FIXES_BATCH_OF_VIEWS and torch.compiler.is_exporting() else "bmm"
 
 
 def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:

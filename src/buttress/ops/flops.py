@@ -1,4 +1,7 @@
-"""FLOP formulas that torch lacks, so that it counts zero: of the fused kernels, and of some of its own operators."""
+"""FLOP formulas that torch lacks, so that it counts zero: of the fused kernels, and of some of its own operators.
+
+Before 2.12 it also refuses to count attention whose keys have fewer heads than its queries.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ def register() -> None:
     from torch.utils import flop_counter
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+    if torch.__version__ < "2.12":
+        _count_attention_with_grouped_keys(flop_counter.flop_registry)
     formulas: dict[Any, Any] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         torch.ops.aten._grouped_mm: _grouped_product,
@@ -41,6 +46,8 @@ def register() -> None:
     for mode in _get_current_dispatch_mode_stack():
         # A counter copies the registry when it is created, which may have been before this call.
         if isinstance(counter := getattr(mode, "counter", None), flop_counter.FlopCounterMode):
+            if torch.__version__ < "2.12":
+                _count_attention_with_grouped_keys(counter.flop_registry)
             for operator in formulas:
                 counter.flop_registry.setdefault(operator, flop_counter.flop_registry[operator])
 
@@ -57,13 +64,25 @@ def register_if_cheap() -> None:
         register()
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    from torch.utils.flop_counter import sdpa_flop_count
+def _count_attention_with_grouped_keys(registry: dict[Any, Any]) -> None:
+    """Replace torch's formulas of attention on a GPU, in its registry or a counter's copy of it."""
+    from torch.utils.flop_counter import shape_wrapper
 
-    return int(sdpa_flop_count(query, key, value))
+    for operator in (
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+    ):
+        if operator in registry:  # a user's counter may leave it out
+            registry[operator] = shape_wrapper(_attention)
 
 
 # torch passes shapes in place of tensors.
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Of the scores and of their product with the values, for every head of the queries."""
+    return int(2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
 def _grouped_product(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     """Of a product of which each group takes a part: of the rows of a, the columns of b, or the sum between them.
 
