@@ -203,7 +203,7 @@ def test_repr() -> None:
     [
         ((0, 4, bt.BTT()), {}, bt.ShapeError, "num_embeddings must be an integer >= 1, got 0"),
         ((4, True, bt.BTT()), {}, bt.ShapeError, "embedding_dim must be an integer >= 1"),
-        ((4, 4, "btt"), {}, bt.StructureError, "structure must be a Structure"),
+        ((4, 4, 3), {}, bt.StructureError, "structure must be a Structure"),
         ((4, 4, bt.BTT()), {"std": -1.0}, bt.StructureError, "std must be a number >= 0"),
         ((4, 4, bt.BTT()), {"std": float("nan")}, bt.StructureError, "std must be a number >= 0"),
     ],
