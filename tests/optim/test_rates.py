@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -165,3 +167,11 @@ def test_flat_parameters_of_fsdp1_are_refused():
     model = mlp(16, bt.BTT())
     held = {id(p) for group in bt.param_groups(model, LR) for p in group["params"]}
     assert {id(p) for p in wrapped(model, use_orig_params=True).parameters()} == held
+
+
+def test_torchs_muon_refuses_factors_as_the_pages_say() -> None:
+    layer = bt.StructuredLinear(16, 16, bt.BTT(rank=2), bias=False)
+    with pytest.raises(ValueError, match="2D"):
+        torch.optim.Muon(bt.param_groups(layer, 1e-3, rule="muon"))
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "learning-rates.md").read_text(encoding="utf-8")
+    assert "torch.optim.Muon" in page
