@@ -50,6 +50,13 @@ def test_sizes_and_ranks_beyond_use_are_refused(invoke: Invoke, arguments: tuple
     assert len(result.err.splitlines()) <= 3
 
 
+def test_inspect_cuts_no_number_on_a_narrow_terminal(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = invoke("inspect", "btt(rank=2)", "1024", "1024").out
+    assert "0.08839" in shown
+    assert "…" not in shown
+
+
 def test_bench_and_check(invoke: Invoke) -> None:
     bench = json.loads(invoke("bench", "4096", "4096", "--tokens", "32768", "--device", "NVIDIA H200", "--json").out)
     assert bench["linear_ms"] > 1

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -94,12 +95,13 @@ def inspect(
         )
     out = Console()
     out.print(chain.equation(), highlight=False, markup=False)
-    table = Table()
+    table = Table(box=SIMPLE_HEAD)  # narrow enough for 80 columns
     for name in factors[0]:
-        table.add_column(name.replace("_", " "), justify="right")
+        heading = {"parameters": "params", "adam_multiplier": "Adam lr ×"}.get(name, name.replace("_", " "))
+        table.add_column(heading, justify="right")
     for factor in factors:
         table.add_row(*map(_cell, factor.values()))
-    out.print(table)
+    print_table(table)
     out.print(f"{chain.params:,} parameters, {chain.macs:,} MACs; a dense layer has {d_in * d_out:,} of each")
 
 

@@ -174,6 +174,8 @@ def report(
 
     store = Store(runs)
     all_records = list(store)
+    if not all_records:
+        raise ButtressError(f"there are no records in {runs}: run `buttress train` or `buttress sweep` first")
     path = write_report(all_records, out or runs / "report.html", title)
     print(path)
     for record in all_records:
