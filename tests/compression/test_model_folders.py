@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
         ("modules.json", '[{"path": "../../etc", "type": "x.Transformer"}]', "outside its folder"),
         ("modules.json", '[{"path": "/etc", "type": "x.Transformer"}]', "outside its folder"),
         ("config.json", "{", "cannot be loaded"),
-        ("model.safetensors", "", "cannot be loaded"),
+        ("model.safetensors", "", "cannot be read as a safetensors file"),
     ],
 )
 def test_broken_folders(sentences: Path, tmp_path: Path, name: str, content: str, says: str) -> None:

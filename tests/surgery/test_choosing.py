@@ -136,7 +136,7 @@ def test_a_plan_of_the_wrong_type(plan: object) -> None:
 
 @pytest.mark.parametrize("value", [bt.BTT, 2], ids=str)
 def test_a_mapping_with_values_of_the_wrong_type(value: object) -> None:
-    with pytest.raises(bt.PlanError, match=r"the plan gives '\*'.*Structure, its text or None is needed"):
+    with pytest.raises(bt.PlanError, match=r"needs a Structure, its text or None for '\*', got"):
         bt.replace_(Net(), {"*": value})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ import torch
 from buttress.compression.calibration_files import CalibrationFiles
 from buttress.compression.folder_files import read_json
 from buttress.compression.transformers_data import Preprocessing, accepted_inputs
-from buttress.errors import ButtressError, PlanError, first_line
+from buttress.errors import ButtressError, PlanError, first_line, quoted
+from buttress.integrations.weight_headers import limited_parameters, saved_shapes
+from buttress.surgery.config_entry import ATTRIBUTE, is_ours
 
 SIZE_RATIO = 2
 """Most parameters of a model, as a multiple of the numbers in its weight files; tied weights are saved once."""
 SMALL_MODEL = 1 << 24
 """Parameters that a model may have whatever its weight files hold."""
-COUNTING_WORDS = ("layer", "depth", "block", "expert", "stage")
-"""Entries of a config with one of these words count modules, which a model has no more of than tensors."""
 
 
 @contextmanager
@@ -62,10 +63,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ButtressError(f"the model in {folder} cannot be loaded: config.json is no object of JSON")
     if (folder / "adapter_config.json").exists():
         raise PlanError(f"{folder} holds an adapter, not a model: merge it into its model and save that")
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method", "buttress") if isinstance(quantization, Mapping) else "buttress"
-    if method != "buttress":
-        raise PlanError(f"the model in {folder} is quantized ({method}): compress the unquantized model")
+    quantization = config.get(ATTRIBUTE)
+    if quantization is not None and not is_ours(quantization):
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise PlanError(f"the model in {folder} is quantized ({quoted(method)}): compress the unquantized model")
     for key, value in _entries(config):
         if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
             raise PlanError(f"config.json of {folder} asks for attention kernels of {value!r}, which are never loaded")
@@ -132,26 +133,19 @@ def check_sizes(folder: Path, cls: Any, config: Any) -> None:
         raise ButtressError(
             f"the model in {folder} cannot be loaded: it has no safetensors files, and no other is read"
         )
-    tensors, numbers = _held(files)
-    for key, value in _entries(config.to_dict()):
-        if any(word in key for word in COUNTING_WORDS) and isinstance(value, int) and value > max(tensors, 1000):
-            raise PlanError(
-                f"config.json asks for {key}={value}, but the weight files of {folder} hold {tensors} tensors"
-            )
+    shapes = saved_shapes(files)
     try:
-        with torch.device("meta"), quiet(), warnings.catch_warnings():
+        with limited_parameters(16 * len(shapes) + 1024), torch.device("meta"), quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = cls(config)
+    except ButtressError:
+        raise
     except Exception as error:  # impossible sizes raise errors of many types
         raise ButtressError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
+    numbers = sum(prod(shape) for shape in shapes.values())
     asked = sum(parameter.numel() for parameter in model.parameters())
-    if asked > max(SIZE_RATIO * numbers, SMALL_MODEL) and not is_structured(config):
+    if asked > max(SIZE_RATIO * numbers, SMALL_MODEL) and getattr(config, ATTRIBUTE, None) is None:
         raise PlanError(f"config.json asks for {asked:,} parameters, but the weight files of {folder} hold {numbers:,}")
-
-
-def is_structured(config: Any) -> bool:
-    """Whether a configuration is that of a structured model, whose files are smaller than the dense model."""
-    return getattr(config, "quantization_config", None) is not None
 
 
 def load_model(folder: Path, cls: Any, config: Any, device: torch.device | str) -> tuple[Any, tuple[str, ...]]:
@@ -250,24 +244,6 @@ def _has_vocabulary(folder: Path, tokenizer: Any) -> bool:
 
 def _has_places_for_images(config: Any) -> bool:
     return any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
-
-
-def _held(files: list[Path]) -> tuple[int, int]:
-    """How many tensors and numbers safetensors files hold, read from their headers."""
-    from safetensors import safe_open
-
-    tensors = numbers = 0
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as content:
-                for key in content.keys():  # noqa: SIM118
-                    tensors += 1
-                    numbers += int(torch.Size(content.get_slice(key).get_shape()).numel())
-        except Exception as error:  # of safetensors' own type
-            raise ButtressError(
-                f"the model in {file.parent} cannot be loaded: {file.name} is damaged ({error})"
-            ) from error
-    return tensors, numbers
 
 
 def _entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

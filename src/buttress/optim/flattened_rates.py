@@ -23,7 +23,7 @@ def _warn_if_flattened(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
     """Warn once for an optimizer whose groups have different multipliers and one nonzero rate."""
     if torch.compiler.is_compiling():
         return
-    groups = [g for g in optimizer.param_groups if "lr_multiplier" in g]
+    groups = [g for g in optimizer.param_groups if {"lr_multiplier", "rule"} <= g.keys()]  # of param_groups
     if len({g["lr_multiplier"] for g in groups}) < 2 or optimizer in _warned:
         return
     rates = [g["lr"] for g in groups]

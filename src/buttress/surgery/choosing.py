@@ -127,24 +127,19 @@ def _checked_plan(plan: object) -> Structure | Mapping[str, Structure | None]:
         for glob in plan:
             if not isinstance(glob, str):
                 raise PlanError(f"the plan has {glob!r} in place of a glob: write the name of a layer as a text")
-        return {glob: None if value is None else _checked_structure(value, glob) for glob, value in plan.items()}
-    if isinstance(plan, Structure):
-        return plan
-    if isinstance(plan, str):
-        return parse(plan)
-    raise PlanError(
-        f"a plan is a Structure or its text, a mapping of name globs, or a Plan; got {plan!r}{_class_hint(plan)}"
-    )
+        needed = "the plan needs a Structure, its text or None for"
+        return {
+            glob: None if value is None else _checked_structure(value, f"{needed} {glob!r}, got")
+            for glob, value in plan.items()
+        }
+    return _checked_structure(plan, "a plan is a Structure or its text, a mapping of name globs, or a Plan; got")
 
 
-def _checked_structure(value: object, glob: str) -> Structure:
-    if isinstance(value, Structure):
-        return value
-    if isinstance(value, str):
+def _checked_structure(value: object, problem: str) -> Structure:
+    """A Structure or its text as a Structure; anything else raises `problem` with the value after it."""
+    if isinstance(value, Structure | str):
         return parse(value)
-    raise PlanError(
-        f"the plan gives {glob!r} the value {value!r}: a Structure, its text or None is needed{_class_hint(value)}"
-    )
+    raise PlanError(f"{problem} {value!r}{_class_hint(value)}")
 
 
 def _class_hint(value: object) -> str:

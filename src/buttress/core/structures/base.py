@@ -149,13 +149,13 @@ def structures() -> dict[str, type[Structure]]:
     return dict(REGISTRY)
 
 
-def parse(text: str) -> Structure:
+def parse(text: str | Structure) -> Structure:
     """Read a structure from its text form, the inverse of `str(structure)`.
 
     The text is only parsed, never evaluated.
 
     Args:
-        text: A name, or a name with options: "btt" or "btt(rank=4)".
+        text: A name, or a name with options: "btt" or "btt(rank=4)". A Structure is returned as it is.
 
     Returns:
         The structure.
