@@ -1,0 +1,47 @@
+"""The baselines of the benchmarks compute what the layers that they are compared with compute."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import buttress as bt
+from buttress import ops
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def permute_and_bmm():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import permute_and_bmm
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return permute_and_bmm
+
+
+@pytest.mark.parametrize(
+    ("structure", "d_in", "d_out"),
+    [(bt.BTT(), 24, 30), (bt.BTT(rank=3), 64, 36), (bt.Monarch(4), 64, 64), (bt.Monarch(4), 32, 64)],
+    ids=str,
+)
+def test_versions_of_permute_and_bmm_equal_the_reference(permute_and_bmm, structure, d_in, d_out):
+    chain = structure.chain(d_in, d_out)
+    factors, leaves = permute_and_bmm.random_factors(chain, dtype=torch.float64)
+    factors = [f.requires_grad_() for f in factors]
+    x = torch.randn(7, d_in, dtype=torch.float64, requires_grad=True)
+    y = ops.apply(chain, x, factors, impl="reference")
+    dy = torch.randn_like(y)
+    dx, d_right, d_left = torch.autograd.grad(y, [x, *factors], dy)
+    versions = permute_and_bmm.WAYS | {"compiled": permute_and_bmm.plain}
+    for version in versions.values():
+        result = version(x, *leaves)
+        grads = torch.autograd.grad(result, [x, *leaves], dy)
+        torch.testing.assert_close(result, y)
+        torch.testing.assert_close(grads[0], dx)
+        torch.testing.assert_close(grads[2], d_left.mT)
+        # The rows of the first factor may be in another order.
+        torch.testing.assert_close(grads[1].sum(2), d_right.mT.sum(2))
+        torch.testing.assert_close(grads[1].square().sum(2), d_right.mT.square().sum(2))
