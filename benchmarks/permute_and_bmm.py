@@ -5,12 +5,13 @@ stored as (blocks, in, out). The versions differ in that copy:
 
 - `BlocksFirst` copies z to (blocks, tokens, ...), as the code of the BTT paper does;
 - `TokensFirst` copies z within each token and reads its blocks as strided views, as fly's Monarch code does;
-- `plain`, compiled, leaves the copies and the backward pass to torch.compile.
+- `compiled` leaves the copies and the backward pass to torch.compile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,10 +83,20 @@ def plain(x: Tensor, right: Tensor, left: Tensor) -> Tensor:
     return torch.bmm(z, left).transpose(0, 1).reshape(tokens, -1)
 
 
+@cache  # torch.compile imports its compiler, which only this version needs
+def _compiled_plain() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return torch.compile(plain, dynamic=False)
+
+
+def compiled(x: Tensor, right: Tensor, left: Tensor) -> Tensor:
+    """`plain`, compiled."""
+    return _compiled_plain()(x, right, left)
+
+
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "blocks first": BlocksFirst.apply,
     "tokens first": TokensFirst.apply,
-    "compiled": torch.compile(plain, dynamic=False),
+    "compiled": compiled,
 }
 """The versions by name."""
 
