@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from buttress import MissingExtraError
+from buttress.lab.data import packed
 from buttress.lab.data.augment import draw_uniforms, random_resized_crop
 from buttress.lab.data.base import DataError, Task, task
+from buttress.lab.data.packed import Bytes, Images
 
-Bytes = npt.NDArray[np.uint8]
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # CIFAR-10's, used for both, as in the paper's code
-PIXEL_SHA256 = {
-    "train": "47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
-    "test": "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
-}
-"""SHA-256 of CIFAR-10's pixels, (count, 32, 32, 3), in the official order."""
 
 
 class _Cifar(Task):
@@ -37,7 +31,9 @@ class _Cifar(Task):
     md5: ClassVar[str]
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
-        train, train_y, test, test_y = self.read(folder)
+        train, train_y, test, test_y = arrays = self.read(folder)
+        hashes = "".join(map(packed.digest, arrays))
+        self._fingerprint = f"{self.name} {hashlib.sha256(hashes.encode()).hexdigest()[:12]}"
         self.x, self.test_x = (torch.from_numpy(a).permute(0, 3, 1, 2).contiguous().to(device) for a in (train, test))
         self.y, self.test_y = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (train_y, test_y))
         self.epoch = len(self.y)
@@ -47,14 +43,19 @@ class _Cifar(Task):
         if device.type == "cuda":
             self.augment = torch.compile(self._augment, dynamic=False)
 
-    def read(self, folder: Path | None) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same images and labels in the same order, from whichever files they were read."""
+        return self._fingerprint
+
+    def read(self, folder: Path | None) -> Images:
         """Training images and labels, test images and labels."""
         if folder is not None:
             for subfolder in (folder, folder / self.name):
                 if (subfolder / self.archive).is_file():
                     return _read_archive(subfolder / self.archive, self.md5)
                 if (subfolder / "test.webp").is_file():
-                    return _read_mosaics(subfolder)
+                    return packed.read(subfolder, self.name, self.classes)
         where = f"not in {folder}" if folder else "and no folder was given"
         raise DataError(
             f"{self.name} needs {self.archive}, {where}: download it from "
@@ -111,7 +112,7 @@ class _ArrayUnpickler(pickle.Unpickler):
             raise DataError(f"the archive refers to {module}.{name}, which no CIFAR archive does") from None
 
 
-def _read_archive(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+def _read_archive(path: Path, md5: str) -> Images:
     content = path.read_bytes()
     actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if actual != md5:
@@ -131,35 +132,3 @@ def _read_archive(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
             parts["test" if kind.startswith("test") else "train"].append((images, np.array(labels, np.uint8)))
     (train, train_y), (test, test_y) = (tuple(map(np.concatenate, zip(*parts[k], strict=True))) for k in parts)
     return train, train_y, test, test_y
-
-
-def _read_mosaics(folder: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Lossless mosaics of 100 × 100 images each: one for testing and up to five for training."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtraError("packed CIFAR needs pillow: pip install 'buttress[lab]'") from None
-    # A mosaic exceeds pillow's limit against decompression bombs.
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-    try:
-        shards = sorted(folder.glob("train_*.webp"))
-        train = [_tiles(np.asarray(Image.open(path).convert("RGB"))) for path in shards]
-        test = _tiles(np.asarray(Image.open(folder / "test.webp").convert("RGB")))
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
-    with np.load(folder / "labels.npz", allow_pickle=False) as labels:
-        train_y, test_y = labels["train"], labels["test"]
-    numbers = [int(path.stem.partition("_")[2]) for path in shards]
-    train_y = np.concatenate([train_y[10000 * n : 10000 * (n + 1)] for n in numbers])
-    complete = {"test": test} | ({"train": np.concatenate(train)} if numbers == list(range(5)) else {})
-    for name, pixels in complete.items():
-        actual = hashlib.sha256(pixels.tobytes()).hexdigest()
-        if actual != PIXEL_SHA256[name]:
-            raise DataError(
-                f"the {name} images in {folder} are damaged: their SHA-256 is {actual}, not {PIXEL_SHA256[name]}"
-            )
-    return np.concatenate(train), train_y, test, test_y
-
-
-def _tiles(mosaic: Bytes) -> Bytes:
-    return mosaic.reshape(100, 32, 100, 32, 3).transpose(0, 2, 1, 3, 4).reshape(10000, 32, 32, 3)
