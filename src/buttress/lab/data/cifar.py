@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import pickle
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from buttress.lab.data import packed
-from buttress.lab.data.augment import draw_uniforms, random_resized_crop
+from buttress.lab.data.augment import draw_uniforms, mix, random_resized_crop
 from buttress.lab.data.base import DataError, Task, task
 from buttress.lab.data.packed import Bytes, Images
+from buttress.lab.runs.config import Resample, Run
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # CIFAR-10's, used for both, as in the paper's code
 
@@ -27,6 +29,8 @@ class _Cifar(Task):
 
     shape = (3, 32, 32)
     epoch = 50000
+    augmentation_fields = ("resample", "mixup_on")
+    resample: Resample = "area"
     archive: ClassVar[str]
     md5: ClassVar[str]
 
@@ -39,9 +43,15 @@ class _Cifar(Task):
         self.epoch = len(self.y)
         self.mean, self.std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
         # About fifty small operations are bound by their launches on a GPU; compiled, they are two kernels.
-        self.augment: Callable[[Tensor, Tensor], Tensor] = self._augment
+        self.augment: Callable[[Tensor, Tensor, Tensor | None, Resample], Tensor] = self._augment
         if device.type == "cuda":
             self.augment = torch.compile(self._augment, dynamic=False)
+
+    def at(self, run: Run) -> _Cifar:
+        """The task with the run's way to resample; images are shared."""
+        task = copy.copy(self)
+        task.resample = run.resample
+        return task
 
     @property
     def fingerprint(self) -> str:
@@ -67,10 +77,19 @@ class _Cifar(Task):
         return (images - self.mean) / self.std
 
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return self.augment(index, draw_uniforms(len(index), generator, index.device)), self.y[index]
+        uniforms = draw_uniforms(len(index), generator, index.device)
+        return self.augment(index, uniforms, None, self.resample), self.y[index]
 
-    def _augment(self, index: Tensor, uniforms: Tensor) -> Tensor:
-        return self.normalize(random_resized_crop(self.x, index, uniforms))
+    def draw_mixed(self, index: Tensor, generator: torch.Generator, share: Tensor) -> tuple[Tensor, Tensor]:
+        uniforms = draw_uniforms(len(index), generator, index.device)
+        return self.augment(index, uniforms, share, self.resample), self.y[index]
+
+    def _augment(self, index: Tensor, uniforms: Tensor, share: Tensor | None, resample: Resample) -> Tensor:
+        # The way to resample is an argument, so that the tasks of all runs share one compiled function.
+        pixels = random_resized_crop(self.x, index, uniforms, resample)
+        if share is not None:
+            pixels = mix(pixels, share).floor()  # as bytes, which is how the paper's code stores the mixture
+        return self.normalize(pixels)
 
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in zip(self.test_x.split(batch), self.test_y.split(batch), strict=True):
