@@ -109,6 +109,7 @@ TABLES = {
 }
 
 FIGURES = {
+    "cifar_answer.png": lambda: figures.answer(mlp_scaling(), "test_error"),
     "cifar_train.png": lambda: figures.scaling(mlp_scaling(), published=published.TRAIN_ERROR),
     "cifar_seconds.png": lambda: figures.frontiers(
         [
