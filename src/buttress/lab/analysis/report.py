@@ -14,9 +14,10 @@ import buttress
 from buttress import ButtressError
 from buttress.files import write_text
 from buttress.lab.analysis import figures, published
-from buttress.lab.analysis.fits import MIN_SIZES, FitError, Point, difference, fit, saving
+from buttress.lab.analysis.fits import MIN_SIZES, difference, fit, saving
 from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, alone, label, points, tuned
 from buttress.lab.analysis.page import html_figure, html_page, html_table
+from buttress.lab.analysis.point import FitError, Point
 from buttress.lab.recipes import find
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record

@@ -1,15 +1,19 @@
 """Figures: each is a pure function of run records. They need matplotlib."""
 
 from buttress.lab.analysis.figures.compute import exponents, runtime, scaling, widths
+from buttress.lab.analysis.figures.frontiers import FrontierPanel, answer, frontiers
 from buttress.lab.analysis.figures.optimization import curves, feature_updates, landscape, stability
 from buttress.lab.analysis.figures.style import AXIS_LABELS, svg
 from buttress.lab.analysis.figures.text import language
 
 __all__ = [
     "AXIS_LABELS",
+    "FrontierPanel",
+    "answer",
     "curves",
     "exponents",
     "feature_updates",
+    "frontiers",
     "landscape",
     "language",
     "runtime",

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, finish_log_axes, plt, set_log_axes
-from buttress.lab.analysis.fits import Against, FitError, Point, PowerLaw, fit
+from buttress.lab.analysis.fits import PowerLaw, fit
 from buttress.lab.analysis.lines import LineKey, Metric, alone, ordered, points
+from buttress.lab.analysis.point import Against, FitError, Point
 from buttress.lab.runs.records import Record
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]

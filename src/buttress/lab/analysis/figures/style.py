@@ -35,7 +35,7 @@ AXIS_LABELS = {
     "test_error": "test error (%)",
     "test_loss": "validation loss (nats per token)",
     "macs": "MACs",
-    "seconds": "seconds of training",
+    "seconds": "training seconds",
 }
 PLAIN_TICKS = (0.1, 0.2, 0.5, 1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50, 60, 80, 100)
 
