@@ -28,7 +28,7 @@ SWEEP = [
     for lr in (1e-3, 3e-3, 1e-2)
 ]
 TRACED = [
-    replace(record("btt", normalize=norm, lr=1e-3), metrics={"activation/a": [(0, 1.0), (9, rms)]})
+    replace(record("btt", normalize=norm, lr=1e-3, trace=1), metrics={"activation/a": [(0, 1.0), (9, rms)]})
     for norm, rms in ((False, 21_000.0), (True, 2.5))
 ]
 
@@ -57,10 +57,20 @@ def test_stability_names_the_calmest_and_the_wildest_run() -> None:
     )
 
 
-@pytest.mark.parametrize(("records", "says"), [(UPDATES, "updates"), (SWEEP, "rate moves"), (TRACED, "largest RMS")])
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        (UPDATES, "updates"),
+        (SWEEP, "rate moves"),
+        (TRACED, "largest RMS"),
+        (study(), "At equal MACs"),
+    ],
+)
 def test_an_experiment_answers_what_it_varied(records: list[Record], says: str) -> None:
     [e] = experiments(records)
-    assert says in (answer(e) or "")
+    finding = answer(e)
+    assert finding is not None
+    assert says in finding.text
 
 
 def test_too_few_records_say_nothing() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from buttress.lab.analysis.lines import BASELINE, LineKey, alone, ordered, points, tuned
+from buttress.lab.analysis.lines import BASELINE, LineKey, alone, ordered, points, training_seconds, tuned
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 from synthetic_records import record, study
@@ -63,6 +65,19 @@ def test_times_count_where_a_run_had_its_device_to_itself() -> None:
     assert not alone(shared)
     assert points([one])[BTT][0].seconds == 6.4
     assert points([shared])[BTT][0].seconds is None
+
+
+def test_training_time_is_that_of_the_steps() -> None:
+    one = record("btt", 64, 10.0, steps=500)
+    timed = replace(one, results=one.results | {"step_ms": 2.0, "seconds": 9.0})
+    assert training_seconds(one) == 6.4
+    assert training_seconds(timed) == 1.0
+    shared = replace(timed, run=replace(timed.run, seed=1), environment={"at_once": "2"})
+    faster = replace(timed, run=replace(timed.run, seed=2), results=timed.results | {"step_ms": 1.0})
+    (point,) = points([timed, shared, faster])[BTT]
+    assert point.seconds == 0.75
+    assert point.by_seed == (10.0, 10.0, 10.0)
+    assert point.seeds == 3
 
 
 def test_a_line_is_tuned_at_more_than_two_rates() -> None:

@@ -37,7 +37,7 @@ ALL_TEXTS = """[...document.querySelectorAll('svg text')].flatMap(text => {
   return leaves.map(leaf => [leaf.textContent, scale * parseFloat(getComputedStyle(leaf).fontSize), inside]);
 })"""
 FIRST = "document.querySelector('{}').getBoundingClientRect().toJSON()"
-LEGEND_MARKERS = """[...document.querySelector('figure svg').querySelectorAll('[id*="legend"] use')].map(use =>
+LEGEND_MARKERS = """[...document.querySelectorAll('figure .legend')[0].querySelectorAll('use')].map(use =>
   [document.querySelector(use.getAttribute('xlink:href')).getAttribute('d'), getComputedStyle(use).fill])"""
 
 
@@ -133,8 +133,9 @@ def test_the_text_of_figures_is_whole_and_legible(tab: Browser, page: Path, size
 def test_the_lines_of_a_figure_differ_in_marker_as_well_as_in_color(tab: Browser, page: Path) -> None:
     tab.open(page, *DESKTOP)
     entries = tab.evaluate(LEGEND_MARKERS)
-    assert len(entries) >= 3
-    assert len({shape for shape, _ in entries}) == len({color for _, color in entries}) == len(entries)
+    assert len(entries) == 7
+    assert len({color for _, color in entries}) == 4, "one per family"
+    assert len({shape for shape, _ in entries}) == 5, "one per structure, with both kinds of learning rates"
 
 
 def test_links_of_the_contents_lead_to_sections(tab: Browser, page: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from buttress.lab.analysis.experiments import Experiment
 from buttress.lab.analysis.lines import LineKey, Metric, label, largest_activations, tuned
+from buttress.lab.analysis.verdict import Verdict, verdict
 from buttress.lab.runs.records import Record
 
 
@@ -19,7 +20,7 @@ def feature_updates(records: Iterable[Record]) -> str | None:
     Returns:
         A sentence, or None if no line has two widths.
     """
-    lines: dict[LineKey, dict[float, float]] = defaultdict(dict)
+    lines: dict[LineKey, dict[int, float]] = defaultdict(dict)
     for r in records:
         if r.results.get("feature_update", 0.0) > 0:
             lines[LineKey.of(r.run)][r.run.width] = r.results["feature_update"]
@@ -66,7 +67,7 @@ def stability(records: Iterable[Record]) -> str | None:
     )
 
 
-def answer(e: Experiment) -> str | None:
+def answer(e: Experiment) -> Verdict | None:
     """What an experiment says.
 
     Args:
@@ -75,11 +76,15 @@ def answer(e: Experiment) -> str | None:
     Returns:
         One or two sentences, or None if its records do not suffice for them.
     """
+    if e.compares_structures:
+        return verdict(e.done, e.metrics)
     if e.measures_updates:
-        return feature_updates(e.done)
-    if e.is_tuned:
-        return learning_rates(e.done, "test_loss" if e.is_language else "train_error")
-    return stability(e.records)
+        text = feature_updates(e.done)
+    elif e.is_tuned:
+        text = learning_rates(e.done, e.metrics[0])
+    else:
+        text = stability(e.records)
+    return Verdict(text, "") if text else None
 
 
 def _spread(what: str, lines: Mapping[LineKey, Mapping[int, float]]) -> str | None:

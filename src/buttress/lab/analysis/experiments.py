@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 
-from buttress.lab.analysis.lines import LineKey, tuned
+from buttress.lab.analysis.lines import LineKey, Metric, tuned
 from buttress.lab.recipes import find
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
@@ -45,8 +45,14 @@ class Experiment:
         return any("feature_update" in r.results for r in self.done)
 
     @property
-    def is_scaling_study(self) -> bool:
-        return not (self.is_language or self.measures_updates or self.is_tuned)
+    def compares_structures(self) -> bool:
+        """Whether it is about errors at different costs."""
+        return not (self.measures_updates or self.is_tuned or self.setting.trace)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The results to compare."""
+        return ("test_loss",) if self.is_language else ("train_error", "test_error")
 
     def has_setting_of(self, recipe: str) -> bool:
         """Whether its setting is that of a recipe, so that published values can be shown next to its own."""

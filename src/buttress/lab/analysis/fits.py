@@ -10,38 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from buttress import ButtressError, MissingExtraError
+from buttress import MissingExtraError
+from buttress.lab.analysis.frontier import Frontier
+from buttress.lab.analysis.point import UNITS, Against, Array, FitError, Point, columns
 
-Against = Literal["macs", "seconds"]
 Window = tuple[float, float]
-Array = NDArray[np.float64]
 
 MIN_SIZES = 3
 """Number of different x that a law needs: two would determine the line and leave no residuals."""
-UNITS: dict[str, str] = {"macs": "MACs", "seconds": "s"}
-
-
-class FitError(ButtressError, ValueError):
-    """Points that no power law fits, or a value that a law does not reach."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """One model: its cost and its error, averaged over seeds as in the paper."""
-
-    macs: float
-    """Multiply-accumulates of the forward pass."""
-    error: float
-    """Error or loss."""
-    seconds: float | None = None
-    """Seconds of training; None if they were not measured."""
-    width: int | None = None
-    """Width of the model; None if it has none."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +88,30 @@ class Difference:
     p_value: float
     """P-value of the t-test that it is zero."""
     degrees: int
-    """Degrees of freedom of the t-test: the number of points minus two for each line."""
+    """Degrees of freedom of the t-test: the number of points minus that of the fitted parameters."""
+
+    @classmethod
+    def test(cls, estimate: float, standard_error: float, degrees: int) -> Difference:
+        """Test whether a difference is zero.
+
+        Args:
+            estimate: The difference.
+            standard_error: Its standard error.
+            degrees: Degrees of freedom of the standard error.
+
+        Returns:
+            The difference with its p-value.
+
+        Raises:
+            MissingExtraError: If scipy is not installed.
+        """
+        try:
+            from scipy.special import stdtr  # type: ignore[import-untyped]
+        except ImportError:
+            raise MissingExtraError("comparing exponents needs scipy: pip install 'buttress[lab]'") from None
+        # Points without scatter make equal exponents certain, and unequal ones too.
+        t = abs(estimate) / standard_error if standard_error else math.inf if estimate else 0.0
+        return cls(estimate, standard_error, float(2 * stdtr(degrees, -t)), degrees)
 
     def __str__(self) -> str:
         return f"{self.estimate:+.3f} ± {self.standard_error:.3f} (p = {self.p_value:.2g}, {self.degrees} degrees)"
@@ -209,18 +211,11 @@ def difference(
         FitError: If there are too few points, or one of them has no logarithm.
         MissingExtraError: If scipy is not installed.
     """
-    try:
-        from scipy.special import stdtr  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingExtraError("comparing exponents needs scipy: pip install 'buttress[lab]'") from None
     lines = [_line(*np.log(_series(points, against, window))) for points in (first, second)]
     degrees = sum(line.u.size - 2 for line in lines)
     variance = sum(float(line.squares) for line in lines) / degrees
     standard_error = math.sqrt(variance * sum(1 / line.spread for line in lines))
-    estimate = float(lines[1].slope - lines[0].slope)
-    # Points without scatter make equal exponents certain, and unequal ones too.
-    t = abs(estimate) / standard_error if standard_error else math.inf if estimate else 0.0
-    return Difference(estimate, standard_error, float(2 * stdtr(degrees, -t)), degrees)
+    return Difference.test(float(lines[1].slope - lines[0].slope), standard_error, degrees)
 
 
 def saving(
@@ -265,14 +260,14 @@ def saving(
     estimate = _log_ratio(lines, _log(target))
     samples = _log_ratio([_resample(line, level, resamples, rng) for line in lines], _log(target))
     low, high = _interval(estimate, samples, level)
-    crossings = [_interpolate(*s, target) for s in series]
+    reached = [Frontier.through(*s).cost_at(target) for s in series]
     return Saving(
         error=target,
         ratio=_exp(float(estimate[0])),
         low=_exp(low),
         high=_exp(high),
         level=level,
-        read=crossings[1] / crossings[0] if crossings[0] is not None and crossings[1] is not None else None,
+        read=reached[1] / reached[0] if reached[0] is not None and reached[1] is not None else None,
         against=against,
     )
 
@@ -365,24 +360,9 @@ def _lowest_shared_error(series: Sequence[tuple[Array, Array]], lines: Sequence[
     return float(max(best))
 
 
-def _interpolate(x: Array, error: Array, target: float) -> float | None:
-    """The x of `target` by linear interpolation, in logarithms, between the Pareto-optimal points."""
-    optimal = _pareto(x, error)
-    if not error[optimal[-1]] <= target <= error[optimal[0]]:
-        return None
-    return float(np.exp(np.interp(-math.log(target), -np.log(error[optimal]), np.log(x[optimal]))))
-
-
-def _pareto(x: Array, error: Array) -> NDArray[np.intp]:
-    """Indices, by rising x, of the points with a smaller error than all points of equal or smaller x."""
-    order = np.lexsort((error, x))
-    before = np.minimum.accumulate(np.concatenate([[np.inf], error[order]]))[:-1]
-    return order[error[order] < before]
-
-
 def _series(points: Sequence[Point], against: Against, window: Window | None) -> tuple[Array, Array]:
     """x and error of the points inside the window, sorted by x."""
-    x, error = _columns(points, against)
+    x, error = columns(points, against)
     low, high = window or (0.0, math.inf)
     order = np.lexsort((error, x))
     order = order[(x[order] >= low) & (x[order] <= high)]
@@ -394,19 +374,6 @@ def _series(points: Sequence[Point], against: Against, window: Window | None) ->
             f"count{inside}, at {distinct} different; add model sizes{' or widen the window' if window else ''}"
         )
     return x[order], error[order]
-
-
-def _columns(points: Sequence[Point], against: Against) -> tuple[Array, Array]:
-    if against not in get_args(Against):
-        raise FitError(f"points have no {against!r}: use against={' or '.join(map(repr, get_args(Against)))}")
-    for p in points:
-        x = getattr(p, against)
-        if x is None:
-            raise FitError(f"{p} has no {against}: measure them, leave the point out, or use against='macs'")
-        if not (0 < x < math.inf and 0 < p.error < math.inf):
-            raise FitError(f"{p} has no logarithm: {against} and error must be above zero and finite; leave it out")
-    x = np.array([getattr(p, against) for p in points], dtype=np.float64)
-    return x, np.array([p.error for p in points], dtype=np.float64)
 
 
 def _log(error: float) -> float:

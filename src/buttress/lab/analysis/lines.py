@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from statistics import fmean
 from typing import Literal
 
-from buttress.lab.analysis.fits import Point
+from buttress.lab.analysis.point import Point
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
@@ -62,7 +63,8 @@ def label(record: Record) -> str:
 def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[LineKey, list[Point]]:
     """The points of each line by rising MACs, lines in the order of `ordered`.
 
-    A point is the mean over seeds at the learning rate that is best for the metric, as in the paper.
+    A point is the mean over seeds at the learning rate that is best for the metric, as in the paper. Its time is the
+    mean over the runs that had their device to themselves.
 
     Args:
         records: Run records; those of failed runs are ignored.
@@ -76,14 +78,15 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
         if record.status == "done":
             sizes[LineKey.of(record.run), record.macs][record.run.lr].append(record)
 
-    def mean(seeds: Sequence[Record], name: str) -> float:
-        return sum(r.results[name] for r in seeds) / len(seeds)
+    def errors(seeds: Sequence[Record]) -> tuple[float, ...]:
+        return tuple(r.results[metric] for r in sorted(seeds, key=lambda r: r.run.seed))
 
     lines: dict[LineKey, list[Point]] = defaultdict(list)
     for (key, macs), rates in sorted(sizes.items(), key=lambda item: item[0][1]):
-        best = min(rates.values(), key=lambda seeds: mean(seeds, metric))
-        seconds = mean(best, "seconds") if all(map(alone, best)) else None
-        lines[key].append(Point(macs, mean(best, metric), seconds, best[0].run.width))
+        best = min(rates.values(), key=lambda seeds: fmean(errors(seeds)))
+        times = [training_seconds(r) for r in best if alone(r)]
+        by_seed = errors(best)
+        lines[key].append(Point(macs, fmean(by_seed), fmean(times) if times else None, best[0].run.width, by_seed))
     return {key: lines[key] for key in ordered(lines)}
 
 
@@ -103,6 +106,16 @@ def tuned(records: Iterable[Record]) -> dict[LineKey, dict[int, list[Record]]]:
 def alone(record: Record) -> bool:
     """Whether a run had its device to itself, so that its times can be compared."""
     return record.environment.get("at_once", "1") == "1"
+
+
+def training_seconds(record: Record) -> float:
+    """Seconds of all steps of a run at its median time per step.
+
+    Compilation, checkpoints and tests are not included. The time of a whole run includes them and depends on what the
+    process has compiled before.
+    """
+    milliseconds = record.results.get("step_ms", 0.0)
+    return record.run.steps * milliseconds / 1e3 if milliseconds else record.results["seconds"]
 
 
 def largest_activations(record: Record) -> list[tuple[int, float]]:

@@ -23,13 +23,13 @@ h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .2rem; }
 h2 { margin: 3rem 0 .3rem; padding-top: 1.5rem; border-top: 1px solid var(--line); font-size: 1.3rem; }
 h3 { margin: 1.8rem 0 .2rem; font-size: 1.02rem; } h2, h3 { line-height: 1.3; }
 p { max-width: 44rem; } a { color: var(--link); } .soft { color: var(--soft); font-size: .92rem; }
-.verdict { font-size: 1.18rem; line-height: 1.5; font-weight: 500; margin: .8rem 0; }
-.answer { display: grid; grid-template-columns: minmax(0, 5fr) minmax(0, 6fr); gap: 0 2.4rem; align-items: start; }
-.answer figure { grid-column: 2; grid-row: 1 / span 2; margin-top: 0; } nav ul { margin: .3rem 0; padding-left: 1.1rem; font-size: .92rem; }
+.verdict { font-size: 1.18rem; line-height: 1.5; font-weight: 500; margin: .8rem 0 .4rem; max-width: 60rem; }
+.verdict ~ .soft { margin: .4rem 0; max-width: 60rem; }
+nav ul { margin: .3rem 0; padding-left: 1.1rem; font-size: .92rem; columns: 22rem 2; }
 nav b { font-size: .92rem; }
 figure { margin: .8rem 0; } svg { display: block; max-width: 100%; height: auto; }
 .row { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 0 2rem; align-items: start; }
-.panels { display: flex; flex-wrap: wrap; gap: .6rem 1rem; align-items: flex-end; }
+.panels { display: flex; flex-wrap: wrap; gap: .6rem 1rem; align-items: center; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .7rem .28rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
@@ -37,10 +37,9 @@ pre { background: var(--tint); padding: .7rem .9rem; overflow-x: auto; font-size
 details { margin: .5rem 0; border: 1px solid var(--line); border-radius: 6px; padding: 0 .9rem; }
 summary { cursor: pointer; padding: .5rem 0; font-weight: 600; font-size: .95rem; }
 details[open] { padding-bottom: .6rem; }
-@media (max-width: 52rem) { .answer, .row { grid-template-columns: minmax(0, 1fr); }
-  .answer figure { grid-column: 1; grid-row: auto; } }
+@media (max-width: 52rem) { .row { grid-template-columns: minmax(0, 1fr); } }
 @media (max-width: 38rem) { body { padding: 1.1rem .9rem 3rem; } .verdict { font-size: 1.08rem; }
-  .panels svg { width: 100%; } details { padding: 0 .5rem; } }
+  .panels svg { width: 100%; } .panels .legend { width: auto; order: -1; } details { padding: 0 .5rem; } }
 @media print { body { font-size: 10.5pt; max-width: none; padding: 0; } .scroll { overflow: visible; }
   figure, table { break-inside: avoid; } }
 """
@@ -62,6 +61,14 @@ def html_page(title: str, body: str) -> str:
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n"
         f"{body}</body>\n</html>\n"
     )
+
+
+def html_verdict(text: str, certainty: str) -> str:
+    """What an experiment says, in large type, and below it how certain that is."""
+    # A number and its unit stay on one line.
+    sentences = re.sub(r"(?<=[\d±]) (?=[s%\d])", "\u00a0", text)
+    note = f"<p class='soft'>{escape(certainty)}</p>\n" if certainty else ""
+    return f"<p class='verdict'>{escape(sentences)}</p>\n{note}"
 
 
 def html_figure(figure: Figure, caption: str) -> str:

@@ -10,13 +10,12 @@ from pathlib import Path
 import buttress
 from buttress import ButtressError
 from buttress.files import write_text
-from buttress.lab.analysis import figures
 from buttress.lab.analysis.answers import answer
 from buttress.lab.analysis.experiments import Experiment, experiments
 from buttress.lab.analysis.figures import LineStyles
-from buttress.lab.analysis.lines import alone
-from buttress.lab.analysis.page import anchor, html_contents, html_figure, html_page, html_table
-from buttress.lab.analysis.sections import SECTIONS, command
+from buttress.lab.analysis.page import anchor, html_contents, html_page, html_table, html_verdict
+from buttress.lab.analysis.sections import SECTIONS, command, main_figure
+from buttress.lab.analysis.verdict import Verdict, verdict
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
@@ -46,33 +45,27 @@ def report(records: Iterable[Record], path: Path | str, title: str = "Runs") -> 
     if not all_records:
         raise ButtressError("there are no records to report on: run `buttress train` or `buttress sweep` first")
     styles = LineStyles.of(all_records)
-    studies = sorted(experiments(all_records), key=lambda e: (_verdict(e) is None, -len(e.done)))
-    body = _answer(studies, styles, _summary(all_records))
-    body += "".join(_experiment(e, styles) for e in studies)
+    answers = [(e, answer(e)) for e in experiments(all_records)]
+    # What compares structures at equal cost comes first, and among that what rests on most runs.
+    answers.sort(key=lambda pair: (not pair[0].compares_structures, pair[1] is None, -len(pair[0].done)))
+    body = _first_screen(answers, styles, _summary(all_records))
+    body += "".join(_experiment(e, finding, styles) for e, finding in answers)
     write_text(Path(path), html_page(title, body + _failures(all_records) + _machines(all_records)))
     return Path(path)
 
 
-def _answer(studies: Sequence[Experiment], styles: LineStyles, summary: str) -> str:
-    """The first screen: the verdict of the first experiment with its figure, the summary, and the contents."""
-    links = [(anchor(e.heading), e.heading) for e in studies]
+def _first_screen(answers: Sequence[tuple[Experiment, Verdict | None]], styles: LineStyles, summary: str) -> str:
+    """The answer of the first experiment with its figure, the summary, and the contents."""
+    links = [(anchor(e.heading), e.heading) for e, _ in answers]
     contents = html_contents(links) if len(links) >= MIN_CONTENTS else ""
-    text = _verdict(studies[0]) if studies else None
-    if text is None:
+    first = answers[0][0] if answers else None
+    # One metric, that of the figure: the section has the rest.
+    short = verdict(first.done, first.metrics[-1:]) if first and first.compares_structures else None
+    if first is None or short is None:
         return f"<p class='soft'>{summary}</p>{contents}"
-    figure = figures.scaling([r for r in studies[0].done if alone(r)], "test_error", "seconds", styles=styles)
-    source = f"From <a href='#{links[0][0]}'>{escape(links[0][1])}</a>. {summary}"
-    left = f"<div><p class='verdict'>{escape(text)}</p><p class='soft'>{source}</p></div>"
-    drawing = html_figure(figure, "Test error against seconds of training.")
-    return f"<section class='answer'>{left}{drawing}{contents}</section>\n"
-
-
-def _verdict(e: Experiment) -> str | None:
-    if not e.is_scaling_study:
-        return None
+    source = f"From <a href='#{links[0][0]}'>{escape(first.heading)}</a>. {summary}"
     return (
-        "At equal MACs btt wins, 5.6 to 7.0 points of train error below dense (three seeds, 95 %). At equal seconds "
-        "dense wins below 24 s and btt above it, by up to 3.5 points of test error at 97 s."
+        f"{html_verdict(short.text, short.certainty)}{main_figure(first, styles)}<p class='soft'>{source}</p>{contents}"
     )
 
 
@@ -84,13 +77,12 @@ def _summary(records: Sequence[Record]) -> str:
     return text + "".join(f" {statuses[status]} {status}." for status in ("failed", "diverged") if statuses[status])
 
 
-def _experiment(e: Experiment, styles: LineStyles) -> str:
-    head = f"<h2 id='{anchor(e.heading)}'>{escape(e.heading)}</h2>\n"
-    text = _verdict(e) or answer(e)
-    if text is not None:
-        head += f"<p class='verdict'>{escape(text)}</p>\n"
-    head += f"<p class='soft'>{escape(_describe_setting(e.setting))}</p>\n"
-    return head + "".join(section(e, styles) for applies, section in SECTIONS if applies(e))
+def _experiment(e: Experiment, finding: Verdict | None, styles: LineStyles) -> str:
+    head = f"<h2 id='{anchor(e.heading)}'>{escape(e.heading)}</h2>\n" + (
+        html_verdict(finding.text, finding.certainty) if finding else ""
+    )
+    setting = f"<p class='soft'>{escape(_describe_setting(e.setting))}</p>\n"
+    return head + setting + "".join(section(e, styles) for applies, section in SECTIONS if applies(e))
 
 
 def _describe_setting(setting: Run) -> str:

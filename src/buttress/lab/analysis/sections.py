@@ -10,9 +10,10 @@ from html import escape
 from buttress.lab.analysis import figures, published
 from buttress.lab.analysis.experiments import Experiment
 from buttress.lab.analysis.figures import LineStyles
-from buttress.lab.analysis.fits import MIN_SIZES, FitError, Point, difference, fit, saving
+from buttress.lab.analysis.fits import MIN_SIZES, difference, fit, saving
 from buttress.lab.analysis.lines import BASELINE, Metric, label, points
 from buttress.lab.analysis.page import html_figure, html_folded, html_row, html_table
+from buttress.lab.analysis.point import FitError, Point
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
@@ -58,7 +59,26 @@ def _learning_rates(e: Experiment, styles: LineStyles) -> str:
     )
 
 
-def _scaling(e: Experiment, styles: LineStyles) -> str:
+def main_figure(e: Experiment, styles: LineStyles) -> str:
+    """The figure that shows an experiment's verdict: its last metric at equal costs. Empty if there are no costs."""
+    if e.is_language:
+        return _language_costs(e, styles)
+    return _equal_cost(e, e.metrics[-1], styles)
+
+
+def _equal_cost(e: Experiment, metric: Metric, styles: LineStyles) -> str:
+    figure = figures.equal_cost(e.done, metric, styles)
+    name = figures.AXIS_LABELS[metric].removesuffix(" (%)")
+    text = f"{name.capitalize()} of every model; lines join those that no cheaper model matches."
+    return html_figure(figure, text) if figure else ""
+
+
+def _errors(e: Experiment, styles: LineStyles) -> str:
+    return "".join(_equal_cost(e, metric, styles) for metric in e.metrics)
+
+
+def _power_laws(e: Experiment, styles: LineStyles) -> str:
+    """Errors against MACs with power laws, all exponents, and what the fits say."""
     paper = e.has_setting_of("mlp-scaling")
     curves: tuple[tuple[Metric, figures.compute.Curves], ...] = (
         ("train_error", published.TRAIN_ERROR),
@@ -69,10 +89,14 @@ def _scaling(e: Experiment, styles: LineStyles) -> str:
         figure = figures.scaling(e.done, metric, published=curve if paper else None, styles=styles)
         name = figures.AXIS_LABELS[metric].removesuffix(" (%)").capitalize()
         drawings.append(html_figure(figure, f"{name} with power laws." + (" Hollow: published." if paper else "")))
-    return "<h3>Error against MACs</h3>" + html_row(*drawings)
+    bars = figures.exponents(e.done, published=published.EXPONENTS if paper else None, styles=styles)
+    if bars:
+        drawings.append(html_figure(bars, "Exponents of the train error, 95 % bootstrap intervals."))
+    title = "Power laws" + (", next to the published results" if paper else "")
+    return html_folded(title, html_row(*drawings) + _fits(e))
 
 
-def _fits(e: Experiment, styles: LineStyles) -> str:
+def _fits(e: Experiment) -> str:
     """A table of all fits: exponents, their differences from the dense model's, and savings of MACs."""
     lines = points(e.done)
     base = lines.get(BASELINE)
@@ -90,10 +114,7 @@ def _fits(e: Experiment, styles: LineStyles) -> str:
         cells = [key.label, f"{law.exponent:.3f} ± {law.exponent_error:.3f}", f"{law.low:.3f} .. {law.high:.3f}"]
         rows.append(cells + (["", ""] if key == BASELINE else _comparison(line, base)))
     head = ("structure", "exponent", "95 %", "against dense", "fewer MACs for the same error")
-    paper = published.EXPONENTS if e.has_setting_of("mlp-scaling") else None
-    figure = figures.exponents(e.done, published=paper, styles=styles)
-    drawing = html_figure(figure, "Exponents of the train error, 95 % bootstrap intervals.") if figure else ""
-    return html_folded("Power-law fits of the train error", html_table(head, rows) + drawing)
+    return html_table(head, rows)
 
 
 def _comparison(line: Sequence[Point], base: Sequence[Point]) -> list[str]:
@@ -178,10 +199,10 @@ SECTIONS: tuple[tuple[Callable[[Experiment], bool], Callable[[Experiment, LineSt
     (lambda e: e.is_language and not e.is_tuned, _language_costs),
     (lambda e: not e.is_language and e.measures_updates, _feature_updates),
     (lambda e: not e.is_language and not e.measures_updates and e.is_tuned, _learning_rates),
-    (lambda e: e.is_scaling_study, _scaling),
-    (lambda e: e.is_scaling_study, _fits),
-    (lambda e: e.is_scaling_study, _width_and_time),
-    (lambda e: e.is_scaling_study, _curves),
+    (lambda e: not e.is_language and e.compares_structures, _errors),
+    (lambda e: not e.is_language and e.compares_structures, _power_laws),
+    (lambda e: not e.is_language and e.compares_structures, _width_and_time),
+    (lambda e: not e.is_language and e.compares_structures, _curves),
     (_always, _table),
     (_always, _commands),
 )

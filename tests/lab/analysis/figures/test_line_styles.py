@@ -14,12 +14,14 @@ from buttress.lab.analysis.figures.line_styles import LineStyles, by_family, fam
 from buttress.lab.analysis.lines import BASELINE, LineKey
 from synthetic_records import study
 
-PLAIN = [LineKey(str(candidate)) for cls in bt.structures().values() for candidate in cls.default_candidates()[:1]]
+PLAIN = [BASELINE] + [
+    LineKey(str(candidate)) for cls in bt.structures().values() for candidate in cls.default_candidates()[:1]
+]
 RANK_2, RANK_4 = LineKey("btt(rank=2)"), LineKey("btt(rank=4)", "hidden", normalize=True)
 
 
 def test_every_family_has_its_own_color_and_marker() -> None:
-    styles = LineStyles([*PLAIN, BASELINE])
+    styles = LineStyles(PLAIN)
     assert len({styles[key].color for key in PLAIN}) == len(PLAIN)
     assert len({styles[key].marker for key in PLAIN}) == len(PLAIN)
     assert families()[0] == BASELINE.structure
@@ -42,7 +44,7 @@ def test_naive_rates_are_dashed_and_otherwise_alike() -> None:
 
 def test_a_style_does_not_depend_on_other_families() -> None:
     alone = LineStyles([LineKey("btt"), BASELINE])
-    among = LineStyles([*PLAIN, RANK_2, RANK_4, BASELINE])
+    among = LineStyles([*PLAIN, RANK_2, RANK_4])
     for key in (LineKey("btt"), BASELINE):
         assert alone[key] == among[key]
 

@@ -19,8 +19,9 @@ from buttress.lab.analysis.figures.style import (
     set_plain_ticks,
     set_width_ticks,
 )
-from buttress.lab.analysis.fits import Against, FitError, Point, PowerLaw, fit
+from buttress.lab.analysis.fits import PowerLaw, fit
 from buttress.lab.analysis.lines import LineKey, Metric, alone, ordered, points
+from buttress.lab.analysis.point import Against, FitError, Point
 from buttress.lab.runs.records import Record
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]

@@ -40,7 +40,7 @@ class LineStyle:
     @property
     def points(self) -> dict[str, Any]:
         """Arguments of `plot` for the markers, with a white edge that separates overlapping ones."""
-        size = 8 if self.marker in SLENDER_MARKERS else 6.5
+        size = 8.5 if self.marker in SLENDER_MARKERS else 6.5
         return {"color": self.color, "marker": self.marker, "ms": size, "mec": "white", "mew": 0.5}
 
     @property
@@ -50,10 +50,14 @@ class LineStyle:
 
     def shades(self, count: int) -> list[LineStyle]:
         """The style in shades of its color from light to full, for lines that differ in size."""
-        full = matplotlib.colors.to_rgb(self.color)
         strengths = [1 - 0.65 * (count - 1 - i) / max(count - 1, 1) for i in range(count)]
-        tints = [matplotlib.colors.to_hex([1 - s * (1 - channel) for channel in full]) for s in strengths]
-        return [replace(self, color=tint) for tint in tints]
+        return [replace(self, color=_tint(self.color, strength)) for strength in strengths]
+
+
+def _tint(color: str, strength: float) -> str:
+    """A color mixed with white; strength 1 is the color itself."""
+    channels = matplotlib.colors.to_rgb(color)
+    return "#" + "".join(f"{round(255 * (1 - strength * (1 - c))):02x}" for c in channels)
 
 
 class LineStyles:

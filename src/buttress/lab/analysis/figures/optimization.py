@@ -196,7 +196,7 @@ def stability(records: Iterable[Record], styles: LineStyles | None = None) -> Fi
 
 
 def _draw_stability(panels: Sequence[Any], r: Record, text: str, style: LineStyle) -> None:
-    look = style.line | style.points | {"markevery": 0.12, "ms": 5}
+    look = style.line | style.points | {"markevery": 0.12}
     panels[0].plot(*zip(*largest_activations(r), strict=True), label=text, **look)
     # All losses fall alike in the first tenth, which would take most of the axis.
     late = [(step, loss) for step, loss, _ in r.curve if 10 * step >= r.curve[-1][0]]

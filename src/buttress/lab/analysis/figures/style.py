@@ -18,15 +18,18 @@ try:
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.transforms import Bbox
 except ImportError:
     raise MissingExtraError("figures need matplotlib: pip install 'buttress[lab]'") from None
 
 __all__ = [
     "AXIS_LABELS",
+    "EngFormatter",
     "Figure",
     "add_legend",
     "matplotlib",
     "new_panels",
+    "plt",
     "set_cost_ticks",
     "set_log_axes",
     "set_plain_ticks",
@@ -42,7 +45,7 @@ AXIS_LABELS = {
     "test_error": "test error (%)",
     "test_loss": "validation loss (nats per token)",
     "macs": "MACs",
-    "seconds": "seconds of training",
+    "seconds": "training seconds",
 }
 WIDE, NARROW = (4.6, 3.5), (3.3, 2.9)
 """Width and height of a single panel, and of one among several, in inches. A page shows the wider at 361 pixels on a
@@ -50,7 +53,7 @@ phone, which leaves `SMALL` text at 9.7 pixels."""
 SMALL = 9
 """Size of tick labels, legends and notes, in points; there is no smaller text."""
 MAX_COLUMNS = 3
-LOOK = {
+LOOK: dict[Any, Any] = {
     "font.size": 10,
     "axes.labelsize": 10,
     "axes.labelcolor": "#1d2330",
@@ -73,11 +76,14 @@ LOOK = {
 """Settings of matplotlib for all figures."""
 
 
-def new_panels(count: int = 1, *, share_y: bool = False, size: tuple[float, float] | None = None) -> tuple[Figure, Any]:
-    """A figure with panels in rows of at most `MAX_COLUMNS`.
+def new_panels(
+    count: int = 1, *, columns: int = MAX_COLUMNS, share_y: bool = False, size: tuple[float, float] | None = None
+) -> tuple[Figure, Any]:
+    """A figure with panels in rows.
 
     Args:
         count: Number of panels.
+        columns: Largest number of panels in a row.
         share_y: Whether they have the same y axis. All of them show its labels, since a page may stack them.
         size: Width and height of a panel in inches; by default `WIDE` for one panel and `NARROW` for several.
 
@@ -85,7 +91,7 @@ def new_panels(count: int = 1, *, share_y: bool = False, size: tuple[float, floa
         The figure and the list of its panels.
     """
     width, height = size or (WIDE if count == 1 else NARROW)
-    columns = min(count, MAX_COLUMNS)
+    columns = min(count, columns)
     rows = ceil(count / columns)
     with matplotlib.rc_context(LOOK):
         figure, grid = plt.subplots(
@@ -99,10 +105,10 @@ def new_panels(count: int = 1, *, share_y: bool = False, size: tuple[float, floa
     return figure, panels[:count]
 
 
-def add_legend(panel: Any, title: str = "") -> None:
+def add_legend(panel: Any, title: str = "", columns: int | None = None) -> None:
     """Add a legend of a panel's lines below all panels, where it hides nothing, and the height that it needs."""
     handles, labels = panel.get_legend_handles_labels()
-    columns = 2 if len(labels) > 2 and max(map(len, labels)) < 28 else 1
+    columns = columns or (2 if len(labels) > 2 and max(map(len, labels)) < 28 else 1)
     figure: Figure = panel.figure
     lines = ceil(len(labels) / columns) + bool(title)
     figure.set_figheight(figure.get_figheight() + 1.5 * SMALL / 72 * lines)
@@ -176,23 +182,32 @@ def set_step_ticks(panel: Any) -> None:
 def svgs(figure: Figure) -> list[str]:
     """A figure as SVG elements, closed afterwards; the same records give the same text.
 
-    A figure with several panels gives one element per panel and one for its legend, so that a page can put them side by
-    side or below each other.
+    A figure with several panels gives one element per panel, and one of class "legend" for its legend, so that a page
+    can put them side by side or below each other.
     """
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # what is hidden below keeps its place
-    parts = [*figure.axes, *figure.legends]
+    parts: list[Any] = [*figure.axes, *figure.legends]
+    extents = [part.get_tightbbox() for part in parts]
+    elements = []
     if len(figure.axes) == 1:
-        elements = [_svg(figure, None)]
+        elements.append(_svg(figure, None))
     else:
-        elements = []
-        for part in parts:
+        for part, extent in zip(parts, extents, strict=True):
             for other in parts:
                 other.set_visible(other is part)
-            extent = part.get_tightbbox(figure.canvas.get_renderer()).padded(3)
-            elements.append(_svg(figure, extent.transformed(figure.dpi_scale_trans.inverted())))
+            row = [e for p, e in zip(parts, extents, strict=True) if _row(p) == _row(part)]
+            # Panels of a row are equally high, so that their axes stay aligned.
+            box = Bbox.from_extents(extent.x0, min(e.y0 for e in row), extent.x1, max(e.y1 for e in row))
+            element = _svg(figure, box.padded(3).transformed(figure.dpi_scale_trans.inverted()))
+            elements.append(element if _row(part) is not None else element.replace("<svg", "<svg class='legend'", 1))
     plt.close(figure)
     return elements
+
+
+def _row(part: Any) -> int | None:
+    """The row of a panel in its figure; None for a legend."""
+    return part.get_subplotspec().rowspan.start if hasattr(part, "get_subplotspec") else None
 
 
 def _svg(figure: Figure, extent: Any) -> str:

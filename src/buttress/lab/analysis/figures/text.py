@@ -14,13 +14,13 @@ from buttress.lab.analysis.figures.style import (
     set_cost_ticks,
     set_log_axes,
 )
-from buttress.lab.analysis.lines import LineKey, alone, ordered
+from buttress.lab.analysis.lines import LineKey, alone, ordered, training_seconds
 from buttress.lab.runs.records import Record
 
 COSTS: dict[str, Callable[[Record], float | None]] = {
     "MACs per token": lambda r: r.macs / r.run.context,
     "MACs per token, without the head": lambda r: (r.macs - r.results["head_macs"]) / r.run.context,
-    "seconds of training": lambda r: r.results["seconds"] if alone(r) else None,
+    AXIS_LABELS["seconds"]: lambda r: training_seconds(r) if alone(r) else None,
 }
 """Costs of a language model by axis label; None if they were not measured."""
 
