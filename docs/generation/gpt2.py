@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from buttress.lab.analysis import figures
-from buttress.lab.analysis.lines import largest_activations
+from buttress.lab.analysis.lines import largest_activations, training_seconds
 
 from .markdown import table
 from .records import runs
@@ -15,10 +15,10 @@ def loss_table() -> str:
         macs = r.macs / r.run.context, (r.macs - r.results["head_macs"]) / r.run.context
         costs = (f"{r.params / 1e6:.0f} M", *(f"{m / 1e6:.1f} M" for m in macs))
         losses = (f"{r.results[k]:.3f}" for k in ("train_loss", "test_loss"))
-        cells.append((r.run.structure or "dense", f"{r.run.width}", *costs, *losses, f"{r.results['seconds']:.0f}"))
+        cells.append((r.run.structure or "dense", f"{r.run.width}", *costs, *losses, f"{training_seconds(r):.0f}"))
     return table(
         "structure | width | parameters | MACs per token | MACs per token without the head | "
-        "train loss | validation loss | seconds",
+        "train loss | validation loss | training seconds",
         cells,
     )
 

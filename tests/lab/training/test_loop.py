@@ -25,6 +25,7 @@ from buttress.lab.training.devices import TooLargeError
 from buttress.lab.training.divergence import DivergenceError
 from buttress.lab.training.logs import JsonLines
 from buttress.lab.training.loop import Progress, next_pause, train
+from buttress.lab.training.trainer import Trainer
 from lab_runs import SMALL
 
 
@@ -41,6 +42,19 @@ class TestTrain:
         assert record.macs == bt.cost(model, torch.zeros(1, 1, 8, 8)).macs
         assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [100, 200, 250]
         assert Record.from_json(record.to_json()) == record
+
+    def test_compilation_is_timed_apart_from_the_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        advance, pause = Trainer.advance, 1.0
+
+        def compile_first(trainer: Trainer, until: int) -> None:
+            if trainer.step == 0:
+                time.sleep(pause)
+            advance(trainer, until)
+
+        monkeypatch.setattr(Trainer, "advance", compile_first)
+        results = train(replace(SMALL, steps=300), device="cpu").results
+        assert results["compile_seconds"] == pytest.approx(pause, rel=0.5)
+        assert results["seconds"] - 0.3 * results["step_ms"] >= 0.5 * pause
 
     def test_a_finished_run_is_not_run_again(self, tmp_path: Path) -> None:
         store = Store(tmp_path)

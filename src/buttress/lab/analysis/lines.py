@@ -115,7 +115,7 @@ def training_seconds(record: Record) -> float:
     process has compiled before.
     """
     milliseconds = record.results.get("step_ms", 0.0)
-    return record.run.steps * milliseconds / 1e3 if milliseconds else record.results["seconds"]
+    return record.run.steps * milliseconds / 1e3 if milliseconds > 0 else record.results["seconds"]
 
 
 def largest_activations(record: Record) -> list[tuple[int, float]]:

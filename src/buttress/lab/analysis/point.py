@@ -68,6 +68,14 @@ def columns(points: Sequence[Point], against: Against) -> tuple[Array, Array]:
     return x, np.array([p.error for p in points], dtype=np.float64)
 
 
+def short_cost(cost: float, against: Against) -> str:
+    """A cost for people: "43 s", "9.9e6 MACs"."""
+    if against == "seconds":
+        return f"{cost:.0f} {UNITS[against]}"
+    digits, power = f"{cost:.1e}".split("e")
+    return f"{digits}e{int(power)} {UNITS[against]}"
+
+
 def seed_noise(points: Iterable[Point]) -> float | None:
     """Standard deviation of ln(error) between seeds, pooled over all points with two seeds or more.
 

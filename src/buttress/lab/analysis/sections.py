@@ -63,18 +63,18 @@ def main_figure(e: Experiment, styles: LineStyles) -> str:
     """The figure that shows an experiment's verdict: its last metric at equal costs. Empty if there are no costs."""
     if e.is_language:
         return _language_costs(e, styles)
-    return _equal_cost(e, e.metrics[-1], styles)
+    return _error(e, e.metrics[-1], styles)
 
 
-def _equal_cost(e: Experiment, metric: Metric, styles: LineStyles) -> str:
-    figure = figures.equal_cost(e.done, metric, styles)
+def _error(e: Experiment, metric: Metric, styles: LineStyles) -> str:
+    figure = figures.answer(e.done, metric, styles)
     name = figures.AXIS_LABELS[metric].removesuffix(" (%)")
     text = f"{name.capitalize()} of every model; lines join those that no cheaper model matches."
     return html_figure(figure, text) if figure else ""
 
 
 def _errors(e: Experiment, styles: LineStyles) -> str:
-    return "".join(_equal_cost(e, metric, styles) for metric in e.metrics)
+    return "".join(_error(e, metric, styles) for metric in e.metrics)
 
 
 def _power_laws(e: Experiment, styles: LineStyles) -> str:

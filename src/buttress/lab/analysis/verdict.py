@@ -119,7 +119,7 @@ def _at_equal_time(contest: Contest) -> str:
     if crossing is None:
         return f"{key.label} has the lower {name} from {comparison.gaps[0].cost:.0f} s on, ahead of dense by {end}"
     known = crossing.low is not None and crossing.high is not None
-    interval = f" (95 %: {crossing.low:.0f} .. {crossing.high:.0f} s)" if known else ""
+    interval = f" (95 %: {crossing.low:.0f} to {crossing.high:.0f} s)" if known else ""
     return f"dense has the lower {name} up to {crossing.cost:.0f} s{interval} and {key.label} beyond, by {end}"
 
 

@@ -197,6 +197,8 @@ class TrainingLoop:
         self.history = MetricHistory(metadata.get("looks", {}))
         self.step_seconds: list[float] = []
         """Mean time per step in each window."""
+        self.first_window = 0
+        """Steps in this process's first window."""
         if options.log is not None:
             # A run without a checkpoint measures again what it has logged at step 0.
             options.log.rewind(self.trainer.step if metadata else -1)
@@ -221,6 +223,7 @@ class TrainingLoop:
             self.trainer,
             seconds=self._seconds(),
             step_ms=1e3 * median(self.step_seconds or [0.0]),
+            compile_seconds=self._compile_seconds(),
             at_once=self.options.at_once,
             metrics=self.history.metrics,
         )
@@ -241,6 +244,7 @@ class TrainingLoop:
         loss, error = losses.mean().item(), 100 * errors.mean().item()
         if loss > trainer.task.divergence_threshold:
             raise self._with_history(_too_large(loss, trainer), trainer.step)
+        self.first_window = self.first_window or trainer.step - first
         self.step_seconds.append((time.perf_counter() - started) / (trainer.step - first))
         self._report(first, loss, error)
 
@@ -268,6 +272,12 @@ class TrainingLoop:
             # "looks" is the key of version 0.1, whose checkpoints can be resumed.
             trainer.save(self.folder, seconds=self._seconds(), looks=self.history.metrics)
             self.last_saved = now
+
+    def _compile_seconds(self) -> float:
+        """By how much the first window exceeds its steps at the median time: compilation and capture."""
+        if len(self.step_seconds) < 2:
+            return 0.0
+        return max(0.0, self.first_window * (self.step_seconds[0] - median(self.step_seconds)))
 
     def _seconds(self) -> float:
         """Duration of the run, including the time before it resumed."""

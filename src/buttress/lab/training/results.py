@@ -18,13 +18,16 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Vendor's peak FLOP/s of bfloat16 matmuls by GPU, to which utilization is relative."""
 
 
-def build_record(trainer: Trainer, *, seconds: float, step_ms: float, at_once: int, metrics: Metrics) -> Record:
+def build_record(
+    trainer: Trainer, *, seconds: float, step_ms: float, compile_seconds: float, at_once: int, metrics: Metrics
+) -> Record:
     """Evaluate a trainer at the end of its run and build the record.
 
     Args:
         trainer: The trainer.
         seconds: Duration of the whole run.
         step_ms: Median time per step.
+        compile_seconds: Time of compilation and of capturing a CUDA graph.
         at_once: Runs that share the device.
         metrics: Metrics of the run over its steps.
 
@@ -42,6 +45,7 @@ def build_record(trainer: Trainer, *, seconds: float, step_ms: float, at_once: i
         "test_loss": test_loss,
         "seconds": seconds,
         "step_ms": step_ms,
+        "compile_seconds": compile_seconds,
         "examples_per_second": run.steps * batch / max(seconds, 1e-9),
     }
     if trainer.task.epoch:

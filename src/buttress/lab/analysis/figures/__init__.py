@@ -1,7 +1,7 @@
 """Figures: each is a pure function of run records. They need matplotlib."""
 
 from buttress.lab.analysis.figures.compute import exponents, runtime, scaling, widths
-from buttress.lab.analysis.figures.frontiers import FrontierPanel, equal_cost, frontier, frontiers
+from buttress.lab.analysis.figures.frontiers import FrontierPanel, answer, frontiers
 from buttress.lab.analysis.figures.line_styles import LineStyles
 from buttress.lab.analysis.figures.optimization import curves, feature_updates, landscape, stability
 from buttress.lab.analysis.figures.style import AXIS_LABELS, svgs
@@ -11,11 +11,10 @@ __all__ = [
     "AXIS_LABELS",
     "FrontierPanel",
     "LineStyles",
+    "answer",
     "curves",
-    "equal_cost",
     "exponents",
     "feature_updates",
-    "frontier",
     "frontiers",
     "landscape",
     "language",

@@ -1,4 +1,4 @@
-"""Error at equal cost: the models, the frontier of each structure, and where one overtakes the dense models."""
+"""Error against cost: the models, the frontier of each structure, and where one overtakes the dense models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from buttress.lab.analysis.figures.line_styles import LineStyle, LineStyles
 from buttress.lab.analysis.figures.style import (
     AXIS_LABELS,
     SMALL,
-    EngFormatter,
     Figure,
     add_legend,
     new_panels,
@@ -23,7 +22,7 @@ from buttress.lab.analysis.figures.style import (
 )
 from buttress.lab.analysis.frontier import Frontier
 from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, points
-from buttress.lab.analysis.point import Against, FitError, Point
+from buttress.lab.analysis.point import Against, FitError, Point, short_cost
 from buttress.lab.runs.records import Record
 
 COLUMNS = 2
@@ -36,21 +35,14 @@ class FrontierPanel:
 
     title: str
     records: Sequence[Record]
-    metric: Metric
+    metric: Metric = "train_error"
     against: Against = "seconds"
 
 
-def frontier(
+def answer(
     records: Iterable[Record], metric: Metric = "train_error", styles: LineStyles | None = None
 ) -> Figure | None:
-    """Error against training time in one panel; see `frontiers`."""
-    return frontiers([FrontierPanel("", list(records), metric)], styles)
-
-
-def equal_cost(
-    records: Iterable[Record], metric: Metric = "train_error", styles: LineStyles | None = None
-) -> Figure | None:
-    """Error at equal MACs and, if times were measured, at equal training time, side by side; see `frontiers`."""
+    """Error at equal MACs and, if times were measured, at equal training time: the figure to a verdict."""
     done = list(records)
     titles: dict[Against, str] = {"macs": "At equal MACs", "seconds": "At equal training time"}
     return frontiers([FrontierPanel(title, done, metric, against) for against, title in titles.items()], styles)
@@ -63,12 +55,11 @@ def frontiers(panels: Sequence[FrontierPanel], styles: LineStyles | None = None)
     cost over seeds.
 
     Args:
-        panels: Title, records, metric and cost of each panel. Those without a run of known cost are left out: a run has
-            a time if it had its device to itself.
+        panels: What each panel shows. A panel without points is left out, such as times that were not measured.
         styles: Styles of the lines, shared with other figures; by default they are assigned from the records.
 
     Returns:
-        The figure, or None if no panel is left.
+        The figure, or None if no panel has points.
     """
     shown = [(panel, lines) for panel in panels if (lines := _measured(panel))]
     if not shown:
@@ -84,7 +75,7 @@ def frontiers(panels: Sequence[FrontierPanel], styles: LineStyles | None = None)
         set_plain_ticks(axes)
         set_cost_ticks(axes)
         _mark_crossing(axes, lines, panel.against)
-    add_legend(max(all_axes, key=lambda axes: len(axes.get_lines())), columns=1)
+    add_legend(max(all_axes, key=lambda axes: len(axes.get_lines())), right=len(shown) > 1)
     return figure
 
 
@@ -119,6 +110,6 @@ def _mark_crossing(axes: Any, lines: dict[LineKey, list[Point]], against: Agains
     if crossing.low is not None and crossing.high is not None:
         axes.axvspan(crossing.low, crossing.high, color="0.4", alpha=0.12, lw=0)
     axes.annotate(
-        EngFormatter("s" if against == "seconds" else "")(float(f"{crossing.cost:.2g}")), (crossing.cost, 1),
-        xycoords=("data", "axes fraction"), xytext=(3, -10), textcoords="offset points", fontsize=SMALL, color="0.3",
+        short_cost(crossing.cost, against), (crossing.cost, 1), xycoords=("data", "axes fraction"), xytext=(3, -10),
+        textcoords="offset points", fontsize=SMALL, color="0.3",
     )  # fmt: skip

@@ -24,7 +24,6 @@ except ImportError:
 
 __all__ = [
     "AXIS_LABELS",
-    "EngFormatter",
     "Figure",
     "add_legend",
     "matplotlib",
@@ -105,16 +104,27 @@ def new_panels(
     return figure, panels[:count]
 
 
-def add_legend(panel: Any, title: str = "", columns: int | None = None) -> None:
-    """Add a legend of a panel's lines below all panels, where it hides nothing, and the height that it needs."""
+def add_legend(panel: Any, title: str = "", *, right: bool = False) -> None:
+    """Add a legend of a panel's lines next to all panels, where it hides nothing, and the space that it needs.
+
+    Args:
+        panel: The panel.
+        title: Text above the entries.
+        right: Whether to put it to the right of the panels; otherwise it goes below them.
+    """
     handles, labels = panel.get_legend_handles_labels()
-    columns = columns or (2 if len(labels) > 2 and max(map(len, labels)) < 28 else 1)
+    longest = max(map(len, labels), default=0)
+    columns = 2 if len(labels) > 2 and longest < 28 and not right else 1
     figure: Figure = panel.figure
-    lines = ceil(len(labels) / columns) + bool(title)
-    figure.set_figheight(figure.get_figheight() + 1.5 * SMALL / 72 * lines)
+    em = SMALL / 72
+    if right:
+        figure.set_figwidth(figure.get_figwidth() + em * (0.55 * longest + 5))
+    else:
+        figure.set_figheight(figure.get_figheight() + em * 1.5 * (ceil(len(labels) / columns) + bool(title)))
     legend = figure.legend(
-        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=SMALL,
-        title=title or None, title_fontsize=SMALL, handlelength=2.8, borderpad=0, borderaxespad=0.2,
+        handles, labels, loc="outside right center" if right else "outside lower center", ncols=columns,
+        frameon=False, fontsize=SMALL, title=title or None, title_fontsize=SMALL, handlelength=2.8, borderpad=0,
+        borderaxespad=0.2,
     )  # fmt: skip
     legend.get_title().set_color("#5c6575")
 

@@ -1,4 +1,4 @@
-"""Tables of the CIFAR-10 experiments, next to the paper's numbers."""
+"""Tables and figures of the CIFAR experiments, next to the paper's numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from buttress.lab.analysis import Point, difference, figures, fit, published
-from buttress.lab.analysis.lines import BASELINE, points
+from buttress.lab.analysis import Point, figures, fit, published
+from buttress.lab.analysis.figures import FrontierPanel
+from buttress.lab.analysis.lines import points
 from buttress.lab.runs.records import Record
 
+from .cifar_comparison import METRICS, PRECISIONS, mlp_scaling
 from .markdown import table
 from .records import rows, runs
 
@@ -21,35 +23,32 @@ def interpolate(curve: Sequence[tuple[float, float]], x: float) -> str:
 
 
 def scaling_table() -> str:
-    curves = {"train": published.TRAIN_ERROR, "test": published.TEST_ERROR}
+    curves = {"train_error": published.TRAIN_ERROR, "test_error": published.TEST_ERROR}
+    lines = {metric: points(mlp_scaling(), metric) for metric in curves}
     cells = []
-    for r in sorted(runs("mlp-scaling"), key=lambda r: (r.run.structure, r.macs)):
-        name = r.run.structure or "dense"
-        errors = []
-        for split, curve in curves.items():
-            errors += [f"{r.results[f'{split}_error']:.1f}", interpolate(curve[name], r.macs)]
-        cells.append((name, f"{r.run.width}", f"{r.macs:,}", *errors, f"{r.results['seconds']:.0f}"))
-    return table("structure | width | MACs | train error | published | test error | published | seconds", cells)
+    for key, models in lines["train_error"].items():
+        for i, model in enumerate(models):
+            errors = []
+            for metric, curve in curves.items():
+                errors += [f"{lines[metric][key][i].error:.1f}", interpolate(curve[key.structure], model.macs)]
+            costs = f"{model.width}", f"{model.macs:,.0f}", f"{model.seeds}"
+            cells.append((key.label, *costs, *errors, f"{model.seconds:.0f}"))
+    return table(
+        "structure | width | MACs | seeds | train error | published | test error | published | training seconds", cells
+    )
 
 
 def exponents_table() -> str:
     cells = []
-    lines = points(runs("mlp-scaling"))
-    for key, line in lines.items():
+    for key, line in points(mlp_scaling()).items():
         value, error = published.EXPONENTS[key.structure]
-        exponent, minus_dense, refit = "too few sizes", "", ""
-        if len(line) >= 3:
-            law = fit(line)
-            exponent = f"{law.exponent:.3f} ± {law.exponent_error:.3f}"
-            minus_dense = "" if key == BASELINE else str(difference(line, lines[BASELINE])).split(",")[0] + ")"
-            window = (line[0].macs / 1.15, line[-1].macs * 1.15)
-            law = fit([Point(x, y) for x, y in published.TRAIN_ERROR[key.structure]], window=window)
-            refit = f"{law.exponent:.3f} ± {law.exponent_error:.3f}"
-        cells.append((key.label, f"{len(line)}", exponent, minus_dense, refit, f"{value:.3f} ± {error:.3f}"))
+        ours = fit(line)
+        window = (line[0].macs / 1.15, line[-1].macs * 1.15)
+        paper = fit([Point(x, y) for x, y in published.TRAIN_ERROR[key.structure]], window=window)
+        laws = (f"{law.exponent:.3f} ± {law.exponent_error:.3f}" for law in (ours, paper))
+        cells.append((key.label, f"{len(line)}", *laws, f"{value:.3f} ± {error:.3f}"))
     return table(
-        "structure | sizes | exponent | difference from dense | fit to the paper's points in our MAC range | "
-        "exponent given in the paper",
-        cells,
+        "structure | sizes | exponent | fit to the paper's points in our MAC range | exponent given in the paper", cells
     )
 
 
@@ -110,8 +109,16 @@ TABLES = {
 }
 
 FIGURES = {
-    "cifar_train.png": lambda: figures.scaling(runs("mlp-scaling"), published=published.TRAIN_ERROR),
+    "cifar_answer.png": lambda: figures.answer(mlp_scaling(), "test_error"),
+    "cifar_train.png": lambda: figures.scaling(mlp_scaling(), published=published.TRAIN_ERROR),
+    "cifar_seconds.png": lambda: figures.frontiers(
+        [
+            FrontierPanel(f"{name}, {precision}", records(), metric)
+            for metric, name in METRICS.items()
+            for precision, records in PRECISIONS.items()
+        ]
+    ),
     "cifar_updates.png": lambda: figures.feature_updates(runs("feature-updates"), published.FEATURE_UPDATES),
     "cifar_rates.png": lambda: figures.landscape(runs("learning-rates"), published=published.LANDSCAPE),
-    "cifar_time.png": lambda: figures.runtime(runs("mlp-scaling")),
+    "cifar_time.png": lambda: figures.runtime(mlp_scaling()),
 }
