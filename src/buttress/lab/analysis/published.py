@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from buttress.lab.analysis.lines import Metric
+
 Curve = tuple[tuple[float, float], ...]
 """Pairs of x and error."""
 
@@ -30,6 +32,11 @@ class ScalingStudy:
     """(MACs, train error in %) by rising width; accurate to 0.3 points."""
     test_error: Mapping[str, Curve]
     """(MACs, test error in %) of the same models; accurate to 0.3 points."""
+
+    @property
+    def errors(self) -> Mapping[Metric, Mapping[str, Curve]]:
+        """Both errors by metric."""
+        return {"train_error": self.train_error, "test_error": self.test_error}
 
 
 def _study(task: str) -> ScalingStudy:
