@@ -69,8 +69,12 @@ def main_figure(e: Experiment, styles: LineStyles) -> str:
 def _error(e: Experiment, metric: Metric, styles: LineStyles) -> str:
     figure = figures.answer(e.done, metric, styles)
     name = figures.AXIS_LABELS[metric].removesuffix(" (%)")
+    if figure is None:
+        return ""
     text = f"{name.capitalize()} of every model; lines join those that no cheaper model matches."
-    return html_figure(figure, text) if figure else ""
+    if any(panel.texts for panel in figure.axes):
+        text += " Dotted: where the lowest line overtakes dense, with the 95 % interval over seeds if it is known."
+    return html_figure(figure, text)
 
 
 def _errors(e: Experiment, styles: LineStyles) -> str:
