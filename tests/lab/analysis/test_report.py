@@ -166,6 +166,14 @@ class TestReport:
         assert text.count("too few points (2 of 3)") == 2
         assert "±" not in text
 
+    def test_exponents_are_compared_on_common_macs(self, tmp_path: Path) -> None:
+        """One bent curve, of which the lines cover different parts: their slopes there are the same."""
+        sizes = {"": (256, 512, 1024, 4096), "btt": (16, 32, 256, 512, 1024)}
+        models = [
+            record(structure, width, 20 + 1000 * width**-0.8) for structure, widths in sizes.items() for width in widths
+        ]
+        assert re.search(r"<td>[+-]0\.000 \(p = ", report(models, tmp_path / "page.html").read_text())
+
     @pytest.mark.parametrize(
         "change",
         [
