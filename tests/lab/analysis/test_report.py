@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import subprocess
 from dataclasses import fields, replace
 from html.parser import HTMLParser
@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("matplotlib", reason="figures need buttress[lab]")
 
 import buttress as bt
-from buttress.lab.analysis.report import command, report
+from buttress.lab.analysis.report import report
+from buttress.lab.analysis.sections import command
 from buttress.lab.recipes import cifar
 from buttress.lab.runs.config import Run, with_fields
 from buttress.lab.runs.records import Record, read_records
@@ -62,7 +63,7 @@ class TestReport:
         assert not page.open
         assert page.links == []
         assert "script" not in page.seen
-        assert page.seen.count("svg") == 5
+        assert page.seen.count("figure") == 8
         text = " ".join(page.text)
         assert "A & B" in text
         assert "it <broke>" in text
@@ -89,19 +90,19 @@ class TestReport:
         assert "Power laws" not in text
 
     @pytest.mark.parametrize(
-        ("records", "says"),
+        ("records", "says", "drawn"),
         [
-            ("gpt2-wiki", "Validation loss against MACs per token"),
-            ("gpt2-rates", "Validation loss against learning rate"),
-            ("gpt2-stability", "The largest RMS among the outputs of all blocks"),
+            ("gpt2-wiki", "Validation loss against MACs per token", 2),
+            ("gpt2-rates", "Validation loss against learning rate", 1),
+            ("gpt2-stability", "The largest RMS among the outputs of all blocks", 1),
         ],
     )
-    def test_language_models(self, tmp_path: Path, records: str, says: str) -> None:
-        """The library's own records."""
+    def test_language_models(self, tmp_path: Path, records: str, says: str, drawn: int) -> None:
+        """The library's own records; what is first on the page is also in its section."""
         path = Path(__file__).parents[3] / "results" / "h200" / "lab" / f"{records}.jsonl"
         text = report(read_records(path), tmp_path / "page.html").read_text()
         assert says in text
-        assert text.count("<svg") == 1
+        assert text.count("<figure") == drawn
 
     def test_commands_repeat_the_run(self) -> None:
         made = Run(structure="btt(rank=2)", width=128, aware=False, lr=1e-4)
@@ -124,19 +125,33 @@ class TestReport:
         with pytest.raises(bt.ButtressError, match="there are no records"):
             report(Store(tmp_path), tmp_path / "page.html")
 
-    @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-    @pytest.mark.parametrize("width", [390, 1200])
-    def test_a_browser_shows_it(self, tmp_path: Path, width: int) -> None:
-        path = report(study(), tmp_path / "page.html")
-        picture = tmp_path / "page.png"
-        done = subprocess.run(
-            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},2400",
-             f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", path.as_uri()],
-            capture_output=True, text=True, timeout=90, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert picture.stat().st_size > 40_000
-        assert "Uncaught" not in done.stderr
+    def test_the_answer_comes_before_the_rest(self, tmp_path: Path) -> None:
+        [few, many] = [r for r in study() if r.run.width < 512], study(precision="bfloat16")
+        text = report([*few, *many], tmp_path / "page.html").read_text()
+        assert text.count("class='verdict'") == 3, "one for the page, one for each experiment"
+        first = text.index("class='verdict'>At equal MACs, btt has the lowest test error")
+        assert text.index("<h1>") < first < text.index("<figure") < text.index("<h2")
+        assert text.index("(bfloat16)</h2>") < text.index("(float32)</h2>"), "the one with more runs leads"
+
+    def test_without_a_comparison_the_page_starts_with_its_experiments(self, tmp_path: Path) -> None:
+        text = report([record("btt"), record("btt", 128)], tmp_path / "page.html").read_text()
+        assert "class='verdict'" not in text
+        assert text.index("<h1>") < text.index("2 runs") < text.index("<h2")
+
+    def test_contents_from_three_experiments_on(self, tmp_path: Path) -> None:
+        records = [*study(), *study(precision="tf32")]
+        assert "<nav" not in report(records, tmp_path / "page.html").read_text()
+        text = report([*records, *study(task="cifar10")], tmp_path / "page.html").read_text()
+        for name in ("digits-mlp-error-against-compute-tf32", "cifar10-mlp-error-against-compute"):
+            assert text.count(f"<a href='#{name}'>") in (1, 2), "in the contents, and at the page's answer"
+            assert text.count(f"<h2 id='{name}'>") == 1
+
+    def test_no_two_drawings_share_an_id(self, tmp_path: Path) -> None:
+        """A drawing that is folded away cannot lend its markers to another."""
+        text = report(study(), tmp_path / "page.html").read_text()
+        drawings = set(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+        ids = [re.search(r' id="(\w+)-', drawing) for drawing in drawings]
+        assert len({found[1] for found in ids if found}) == len(drawings)
 
     def test_diverged_runs_are_counted_apart_from_failed_ones(self, tmp_path: Path) -> None:
         others = [Record(Run(width=7), "failed", error="no"), Record(Run(width=8), "diverged", error="too large")]
@@ -150,6 +165,14 @@ class TestReport:
         text = report(lines, tmp_path / "page.html").read_text()
         assert text.count("too few points (2 of 3)") == 2
         assert "±" not in text
+
+    def test_exponents_are_compared_on_common_macs(self, tmp_path: Path) -> None:
+        """One bent curve, of which the lines cover different parts: their slopes there are the same."""
+        sizes = {"": (256, 512, 1024, 4096), "btt": (16, 32, 256, 512, 1024)}
+        models = [
+            record(structure, width, 20 + 1000 * width**-0.8) for structure, widths in sizes.items() for width in widths
+        ]
+        assert re.search(r"<td>[+-]0\.000 \(p = ", report(models, tmp_path / "page.html").read_text())
 
     @pytest.mark.parametrize(
         "change",

@@ -86,9 +86,10 @@ def seed_noise(points: Iterable[Point]) -> float | None:
         points: Points of any lines.
 
     Returns:
-        The standard deviation, or None if no point has two seeds.
+        The standard deviation, or None if no point has two seeds. Points with an error of zero have no logarithm and do
+        not count.
     """
-    logs = [np.log(p.by_seed) for p in points if p.seeds > 1]
+    logs = [np.log(p.by_seed) for p in points if p.seeds > 1 and min(p.by_seed) > 0]
     degrees = sum(len(values) - 1 for values in logs)
     if not degrees:
         return None

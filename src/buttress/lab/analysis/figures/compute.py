@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-from buttress.lab.analysis.figures.style import AXIS_LABELS, Figure, add_legend, finish_log_axes, plt, set_log_axes
+from buttress.lab.analysis.figures.line_styles import LineStyle, LineStyles
+from buttress.lab.analysis.figures.style import (
+    AXIS_LABELS,
+    WIDE,
+    Figure,
+    add_legend,
+    new_panels,
+    set_cost_ticks,
+    set_log_axes,
+    set_plain_ticks,
+    set_width_ticks,
+)
 from buttress.lab.analysis.fits import PowerLaw, fit
 from buttress.lab.analysis.lines import LineKey, Metric, alone, ordered, points
 from buttress.lab.analysis.point import Against, FitError, Point
@@ -21,6 +33,7 @@ def scaling(
     metric: Metric = "train_error",
     against: Against = "macs",
     published: Curves | None = None,
+    styles: LineStyles | None = None,
 ) -> Figure:
     """Error against MACs or time, one line per structure, with its power law.
 
@@ -29,42 +42,48 @@ def scaling(
         metric: The quantity on the y axis.
         against: The quantity on the x axis; with "seconds", models whose time was not measured are left out.
         published: Points of the paper to draw as hollow markers, against MACs only.
+        styles: Styles of the lines, shared with other figures; by default they are assigned from the records.
 
     Returns:
         The figure.
     """
-    figure, panel = plt.subplots(figsize=(7, 5), layout="constrained")
-    for i, (key, line) in enumerate(points(records, metric).items()):
+    lines = points(records, metric)
+    styles = styles or LineStyles(lines)
+    figure, [panel] = new_panels()
+    for key, line in lines.items():
         measured = [p for p in line if against == "macs" or p.seconds is not None]
-        _draw_law(panel, key, measured, against, f"C{i}")
+        _draw_law(panel, key, measured, against, styles[key])
         if published and key.structure in published and key.aware and against == "macs":
-            xs, ys = zip(*published[key.structure], strict=True)
-            panel.plot(xs, ys, "o", mfc="none", color=f"C{i}", ms=6, alpha=0.6)
+            panel.plot(*zip(*published[key.structure], strict=True), **styles[key].hollow)
     panel.set(xlabel=AXIS_LABELS[against], ylabel=AXIS_LABELS[metric])
     set_log_axes(panel, "xy")
-    finish_log_axes(panel)
+    set_plain_ticks(panel)
+    set_cost_ticks(panel)
     add_legend(panel, "exponent in brackets" + ("; hollow: published" if published else ""))
     return figure
 
 
-def _draw_law(panel: Any, key: LineKey, line: Sequence[Point], against: Against, color: str) -> None:
+def _draw_law(panel: Any, key: LineKey, line: Sequence[Point], against: Against, style: LineStyle) -> None:
     """Points with their power law, or connected where no law can be fitted."""
     xs = [p.macs if against == "macs" else p.seconds or 0.0 for p in line]
     errors = [p.error for p in line]
-    panel.plot(xs, errors, "o", color=color, ms=5)
     try:
         law = fit(line, against=against, resamples=200)
     except FitError:
-        panel.plot(xs, errors, "-", color=color, lw=1, alpha=0.5, label=key.label)
+        text = key.label
+        panel.plot(xs, errors, **style.line, alpha=0.5)
     else:
         text = f"{key.label}  ({law.exponent:.3f} ± {law.exponent_error:.3f})"
-        panel.plot(law.window, [law.predict(x) for x in law.window], "-", color=color, lw=1.2, label=text)
+        panel.plot(law.window, [law.predict(x) for x in law.window], **style.line)
+    panel.plot(xs, errors, **style.points, ls="")
+    panel.plot([], [], **style.line | style.points, label=text)
 
 
 def exponents(
     records: Iterable[Record],
     metric: Metric = "train_error",
     published: Mapping[str, tuple[float, float]] | None = None,
+    styles: LineStyles | None = None,
 ) -> Figure | None:
     """Fitted exponents with their intervals, next to the published ones.
 
@@ -72,64 +91,76 @@ def exponents(
         records: Run records.
         metric: The error whose exponent is fitted.
         published: Exponent and standard error by structure.
+        styles: Styles of the lines, shared with other figures; by default they are assigned from the records.
 
     Returns:
         The figure, or None if no line has enough sizes for a fit.
     """
-    laws: dict[LineKey, tuple[str, PowerLaw]] = {}
-    for i, (key, line) in enumerate(points(records, metric).items()):
+    lines = points(records, metric)
+    styles = styles or LineStyles(lines)
+    laws: dict[LineKey, PowerLaw] = {}
+    for key, line in lines.items():
         try:
-            laws[key] = f"C{i}", fit(line)
+            laws[key] = fit(line)
         except FitError:
             continue
     if not laws:
         return None
-    figure, panel = plt.subplots(figsize=(7, 3.2), layout="constrained")
-    for i, (key, (color, law)) in enumerate(laws.items()):
+    figure, [panel] = new_panels(size=(WIDE[0], 0.9 + 0.42 * len(laws)))
+    for row, (key, law) in enumerate(laws.items()):
         below, above = max(law.exponent - law.low, 0), max(law.high - law.exponent, 0)
-        panel.bar(i - 0.2, law.exponent, 0.36, yerr=[[below], [above]], color=color, capsize=3)
+        panel.errorbar(law.exponent, row, xerr=[[below], [above]], capsize=3, **styles[key].points)
         if published and key.structure in published and key.aware:
             value, error = published[key.structure]
-            panel.bar(i + 0.2, value, 0.36, yerr=error, color="none", edgecolor=color, capsize=3, hatch="//")
-    panel.set_xticks(range(len(laws)), [key.label for key in laws], rotation=20, ha="right")
-    panel.set_ylabel("exponent" + (" (hatched: published)" if published else ""))
-    panel.grid(alpha=0.3, axis="y")
+            panel.errorbar(value, row + 0.27, xerr=error, elinewidth=0.8, capsize=2, **styles[key].hollow)
+    panel.set_yticks(range(len(laws)), [key.label for key in laws])
+    panel.set_ylim(len(laws) - 0.4, -0.5)
+    panel.set_xlabel("exponent" + (" (hollow: published)" if published else ""))
     return figure
 
 
-def widths(records: Iterable[Record], metric: Metric = "train_error") -> Figure:
+def widths(records: Iterable[Record], metric: Metric = "train_error", styles: LineStyles | None = None) -> Figure:
     """Error against width; models of equal width need equal memory for activations."""
-    figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    lines = points(records, metric)
+    styles = styles or LineStyles(lines)
+    figure, [panel] = new_panels()
     ticks: set[int] = set()
-    for i, (key, line) in enumerate(points(records, metric).items()):
+    for key, line in lines.items():
         pairs = sorted((p.width, p.error) for p in line if p.width is not None)
         ticks |= {width for width, _ in pairs}
-        panel.plot(*zip(*pairs, strict=True), "o-", color=f"C{i}", ms=4, lw=1.2, label=key.label)
+        panel.plot(*zip(*pairs, strict=True), **styles[key].line | styles[key].points, label=key.label)
     panel.set(xlabel="width", ylabel=AXIS_LABELS[metric])
     set_log_axes(panel, "xy")
-    finish_log_axes(panel)
-    panel.set_xticks(sorted(ticks), [str(width) for width in sorted(ticks)], rotation=45)
+    set_plain_ticks(panel)
+    set_width_ticks(panel, ticks)
     add_legend(panel)
     return figure
 
 
-def runtime(records: Iterable[Record]) -> Figure | None:
-    """Time per training step against MACs, for runs that had their device to themselves.
+def runtime(records: Iterable[Record], styles: LineStyles | None = None) -> Figure | None:
+    """Time per training step against MACs, for runs that had their device to themselves; the mean over seeds.
+
+    Args:
+        records: Run records.
+        styles: Styles of the lines, shared with other figures; by default they are assigned from the records.
 
     Returns:
         The figure, or None if there is no such run.
     """
-    lines: dict[LineKey, list[tuple[int, float]]] = defaultdict(list)
+    lines: dict[LineKey, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for r in records:
         if r.results.get("step_ms") and alone(r):
-            lines[LineKey.of(r.run)].append((r.macs, r.results["step_ms"]))
+            lines[LineKey.of(r.run)][r.macs].append(r.results["step_ms"])
     if not lines:
         return None
-    figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
-    for i, key in enumerate(ordered(lines)):
-        panel.plot(*zip(*sorted(lines[key]), strict=True), "o-", color=f"C{i}", ms=4, lw=1.2, label=key.label)
+    styles = styles or LineStyles(lines)
+    figure, [panel] = new_panels()
+    for key in ordered(lines):
+        pairs = [(macs, fmean(seeds)) for macs, seeds in sorted(lines[key].items())]
+        panel.plot(*zip(*pairs, strict=True), **styles[key].line | styles[key].points, label=key.label)
     panel.set(xlabel="MACs", ylabel="milliseconds per step")
     set_log_axes(panel, "xy")
-    finish_log_axes(panel)
+    set_plain_ticks(panel)
+    set_cost_ticks(panel)
     add_legend(panel)
     return figure
