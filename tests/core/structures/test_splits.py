@@ -241,6 +241,7 @@ class TestExplicit:
             (lambda: bt.BTT(split={(2, 3): 1, (3, 2): 1}), "got {(2, 3)"),
             (lambda: bt.BTT(cores=3, split=((2, 3), (3, 2))), "BTT: split needs 3 input axes and 3 output axes,"),
             (lambda: bt.TensorTrain(split=((2, 3, 4), (3, 2))), "TensorTrain: split needs 2 input axes and 2 output"),
+            (lambda: bt.BTT(split=((2, 3), (3, 2, 1))), "one for each factor, got 2 and 3"),
             (lambda: bt.Kronecker(split=((), ())), "Kronecker: split needs 2 input axes and 2 output axes, one for"),
             (lambda: bt.BTT(split=((0, 3), (3, 2))), "BTT: an axis of split must be an integer >= 1, got 0"),
             (lambda: bt.BTT(split=((2, 3), (3, -2))), "BTT: an axis of split must be an integer >= 1, got -2"),
@@ -248,6 +249,7 @@ class TestExplicit:
             (lambda: bt.BTT(split=((2, True), (3, 2))), "BTT: an axis of split must be an integer >= 1, got True"),
             (lambda: bt.BTT(split=((2, 2**41), (3, 2))), "BTT: an axis of split must be at most 2^40, got 2199"),
             (lambda: bt.BTT(split=((2, 2**40), (3, 2))), "BTT: the axes of split must multiply to at most 2^40"),
+            (lambda: bt.BTT(split=((3, 2), (2, 2**40))), "BTT: the axes of split must multiply to at most 2^40"),
         ],
     )
     def test_impossible_splits_are_rejected(self, make: Any, message: str) -> None:
