@@ -56,7 +56,7 @@ def test_a_text_beyond_any_plan() -> None:
         ({"name": 3}, "3 is no str"),
         ({"name": None}, "None is no str"),
         ({"structure": ["btt"]}, "is no str"),
-        ({"structure": "btt(rank={[]:1})"}, "must be a plain number or tuple"),
+        ({"structure": "btt(rank={[]:1})"}, "must be a plain number, a tuple or a word in quotes"),
         ({"structure": "btt(cores=1000000000000)"}, "cores must be at most"),
         ({"normalize": 1}, "1 is no bool"),
         ({"zero_init": True}, "True is no list"),

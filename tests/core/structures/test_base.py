@@ -15,19 +15,29 @@ import buttress as bt
 from buttress.core.structures import base, sizes
 
 ranks = st.integers(1, 9)
-cores_and_rank = st.integers(2, 4).flatmap(
-    lambda c: st.tuples(st.just(c), st.one_of(ranks, st.tuples(*[ranks] * (c - 1))))
+
+
+def splits(parts: int) -> st.SearchStrategy[Any]:
+    """A rule, or axes."""
+    axes = st.tuples(*[st.integers(1, 200)] * parts)
+    return st.one_of(st.sampled_from(list(sizes.RULES)), st.tuples(axes, axes))
+
+
+trains = st.integers(2, 4).flatmap(
+    lambda c: st.fixed_dictionaries(
+        {"cores": st.just(c), "rank": st.one_of(ranks, st.tuples(*[ranks] * (c - 1))), "split": splits(c)}
+    )
 )
 EVERY = st.one_of(
     st.just(bt.Dense()),
-    st.just(bt.Kronecker()),
+    st.builds(bt.Kronecker, split=splits(2)),
     st.builds(bt.LowRank, rank=st.one_of(st.none(), ranks)),
     st.builds(bt.LowRank, fraction=st.floats(0, 1, exclude_min=True)),
     st.builds(bt.Monarch, blocks=ranks),
     st.builds(bt.BlockDiagonal, blocks=ranks),
     st.builds(bt.Convolution, kernel_size=ranks),
-    cores_and_rank.map(lambda cr: bt.BTT(rank=cr[1], cores=cr[0])),
-    cores_and_rank.map(lambda cr: bt.TensorTrain(rank=cr[1], cores=cr[0])),
+    trains.map(lambda options: bt.BTT(**options)),
+    trains.map(lambda options: bt.TensorTrain(**options)),
 )
 
 
@@ -82,7 +92,7 @@ def test_a_taken_name_is_rejected() -> None:
     [
         ("bt", "'bt' is not a structure: there are block_diagonal.*; did you mean 'btt'?"),
         ("monarck(blocks=2)", "did you mean 'monarch'?"),
-        ("btt(rnk=2)", "btt has no option 'rnk'; its options are rank, cores; did you mean 'rank'?"),
+        ("btt(rnk=2)", "btt has no option 'rnk'; its options are rank, cores, split; did you mean 'rank'?"),
         ("dense(rank=2)", "dense has no option 'rank'; it has no options"),
         ("btt(rank=0)", "BTT: rank must be an integer >= 1, got 0"),
         ("btt(rank=-1)", "BTT: rank must be an integer >= 1, got -1"),
@@ -94,9 +104,9 @@ def test_a_taken_name_is_rejected() -> None:
         ("[btt]", "write name or name(option=value, ...)"),
         ("__import__('os').abort()", "write name or name(option=value, ...)"),
         ("buttress.btt()", "write name or name(option=value, ...)"),
-        ("btt(rank=__import__('os').abort())", "the value of rank must be a plain number or tuple"),
-        ("btt(rank=rank)", "the value of rank must be a plain number or tuple"),
-        ("btt(rank=9**9**9)", "the value of rank must be a plain number or tuple"),
+        ("btt(rank=__import__('os').abort())", "the value of rank must be a plain number, a tuple or a word in quotes"),
+        ("btt(rank=rank)", "the value of rank must be a plain number, a tuple or a word in quotes"),
+        ("btt(rank=9**9**9)", "the value of rank must be a plain number, a tuple or a word in quotes"),
         ("btt(**{'rank': 2})", "btt has no option"),
         ("low_rank(fraction='a')", "fraction"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from dataclasses import fields, replace
 from html.parser import HTMLParser
@@ -107,6 +108,10 @@ class TestReport:
     def test_commands_repeat_the_run(self) -> None:
         made = Run(structure="btt(rank=2)", width=128, aware=False, lr=1e-4)
         assert command(made) == "buttress train width=128 'structure=btt(rank=2)' aware=False lr=0.0001"
+
+    def test_a_command_with_quotes_in_its_structure_is_read_back(self) -> None:
+        made = Run(structure="btt(split='greedy')")
+        assert with_fields(Run(), shlex.split(command(made))[2:]) == made
 
     @pytest.mark.parametrize(
         "text",

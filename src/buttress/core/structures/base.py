@@ -165,7 +165,7 @@ def parse(text: str | Structure) -> Structure:
 
     Example:
         >>> parse("btt(rank=4)")
-        BTT(rank=4, cores=2)
+        BTT(rank=4, cores=2, split='even')
     """
     if isinstance(text, Structure):
         return text
@@ -215,7 +215,9 @@ def _parse_options(cls: type[Structure], keywords: list[ast.keyword], problem: s
         try:
             options[keyword.arg] = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            raise StructureError(f"{problem}: the value of {keyword.arg} must be a plain number or tuple") from None
+            raise StructureError(
+                f"{problem}: the value of {keyword.arg} must be a plain number, a tuple or a word in quotes"
+            ) from None
     return options
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from buttress.core.chain import Chain
 from buttress.core.structures.base import Structure, structure
-from buttress.core.structures.cores import CoreAxes, bond_ranks
+from buttress.core.structures.cores import CoreAxes, Split, axis_sizes, bond_ranks, checked_split
 
 
 @structure
@@ -18,6 +18,8 @@ class BTT(Structure):
     Args:
         rank: Size of the bonds between neighboring cores: one number, or one for each bond.
         cores: Number of cores, at least 2.
+        split: How sizes are split into axes: "even", "greedy" (see `split`), or for layers of one size the axes
+            themselves, ((input axes, slow first), (output axes in the order written)).
 
     Example:
         >>> BTT(rank=4).chain(1024, 4096).params
@@ -26,9 +28,11 @@ class BTT(Structure):
 
     rank: int | tuple[int, ...] = 1
     cores: int = 2
+    split: Split = "even"
 
     def __post_init__(self) -> None:
         bond_ranks(self, self.rank, self.cores)
+        object.__setattr__(self, "split", checked_split(self, self.split, self.cores))
 
     @classmethod
     def default_candidates(cls) -> tuple[Structure, ...]:
@@ -40,12 +44,9 @@ class BTT(Structure):
         yield from (cls(rank=rank) for rank in range(1, min(sizes["d"], sizes["a"]) + 1))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
-        axes = CoreAxes.of(d_in, d_out, bond_ranks(self, self.rank, self.cores))
-        return Chain.of(
-            d_in,
-            d_out,
-            x=" ".join(axes.inputs),
-            factors=axes.factors(blocks=True),
-            y=" ".join((*axes.outputs[1:], axes.outputs[0])),
-            sizes=axes.sizes,
-        )
+        axes = CoreAxes.of(self.cores)
+        y = (*axes.outputs[1:], axes.outputs[0])
+        sizes = axis_sizes(self, self.split, d_in, d_out, x=axes.inputs, y=y, created=axes.outputs[::-1])
+        sizes |= zip(axes.bonds, bond_ranks(self, self.rank, self.cores), strict=True)
+        factors = axes.factors(blocks=True)
+        return Chain.of(d_in, d_out, x=" ".join(axes.inputs), factors=factors, y=" ".join(y), sizes=sizes)

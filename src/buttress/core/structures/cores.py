@@ -1,16 +1,22 @@
-"""Cores and bonds: what Tensor-Train and Block Tensor-Train have in common."""
+"""Cores, bonds and splits: what Kronecker, Tensor-Train and Block Tensor-Train have in common."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
 
 from buttress.core.chain import MAX_AXES, Axes
 from buttress.core.structures.base import Structure, positive
-from buttress.core.structures.sizes import split
+from buttress.core.structures.sizes import MAX_SIZE, RULES, split
 from buttress.errors import StructureError, quoted
+from buttress.suggestions import did_you_mean
 
 MAX_CORES = (MAX_AXES + 1) // 3
 """Largest number of cores: each has an input axis, an output axis and a bond to the next."""
+
+Split: TypeAlias = str | tuple[tuple[int, ...], tuple[int, ...]]
+"""How the sizes of a layer are split into axes: the name of a rule, or the sizes of the axes of x and of y."""
 
 
 def bond_ranks(structure: Structure, rank: int | tuple[int, ...], cores: int) -> tuple[int, ...]:
@@ -44,9 +50,99 @@ def bond_ranks(structure: Structure, rank: int | tuple[int, ...], cores: int) ->
     return ranks
 
 
+def checked_split(structure: Structure, value: Any, parts: int) -> Split:
+    """The option `split` of a structure, checked.
+
+    Args:
+        structure: The structure, named in errors.
+        value: The name of a rule, or (input axes, output axes) for layers of one size: tuples or lists of integers.
+        parts: Number of axes on each side.
+
+    Returns:
+        The name, or tuples of plain integers.
+
+    Raises:
+        StructureError: If it is neither, has another number of axes, or no layer is as large.
+    """
+    owner = type(structure).__name__
+    if isinstance(value, str) and value in RULES:
+        return str(value)
+    if not isinstance(value, tuple | list) or [isinstance(side, tuple | list) for side in value] != [True, True]:
+        hint = did_you_mean(value, RULES, listed=True) if isinstance(value, str) else ""
+        raise StructureError(
+            f"{owner}: split must be {', '.join(map(repr, RULES))} or ((input axes), (output axes)), "
+            f"such as ((32, 24), (48, 64)), got {quoted(value)}{hint}"
+        )
+    inputs, outputs = value
+    if not len(inputs) == len(outputs) == parts:
+        raise StructureError(
+            f"{owner}: split needs {parts} input axes and {parts} output axes, one for each factor, "
+            f"got {len(inputs)} and {len(outputs)}"
+        )
+    for n in (*inputs, *outputs):
+        positive(structure, **{"an axis of split": n})
+    if max(prod(inputs), prod(outputs)) > MAX_SIZE:
+        raise StructureError(f"{owner}: the axes of split must multiply to at most 2^40, got {quoted(value)}")
+    return tuple(map(int, inputs)), tuple(map(int, outputs))
+
+
+def axis_sizes(
+    structure: Structure, split_by: Split, d_in: int, d_out: int, *, x: Axes, y: Axes, created: Axes
+) -> dict[str, int]:
+    """The lengths of the axes of x and y for one layer.
+
+    Under a rule, the factor that acts first gets the shortest input axis and the shortest output axis: with the letters
+    of the paper, d <= c and b <= a.
+
+    Args:
+        structure: The structure, named in errors.
+        split_by: Its option `split`, checked.
+        d_in: Input features.
+        d_out: Output features.
+        x: Input axes, slow to fast; the fast one is contracted first.
+        y: Output axes in the order written, slow to fast.
+        created: Output axes in the order in which the factors create them.
+
+    Returns:
+        The length of each axis.
+
+    Raises:
+        StructureError: If the axes of an explicit split are for layers of another size.
+    """
+    if isinstance(split_by, str):
+        inputs, outputs = split(d_in, len(x), split_by), split(d_out, len(y), split_by)
+        return dict(zip((*reversed(x), *created), inputs + outputs, strict=True))
+    inputs, outputs = split_by
+    if not (_fits(d_in, inputs) and _fits(d_out, outputs)):
+        raise StructureError(
+            f"{type(structure).__name__}: split={quoted(split_by, 80)} is for layers of {_served(inputs)} inputs and "
+            f"{_served(outputs)} outputs, got {d_in:,} and {d_out:,}: give layers of another size another split"
+        )
+    return dict(zip((*x, *y), inputs + outputs, strict=True))
+
+
+def _least(axes: tuple[int, ...]) -> int:
+    """The smallest size for which every one of these axes is needed at its full length.
+
+    The rule "even" pads by no more. A larger allowance would hide that a split was meant for another layer.
+    """
+    size = prod(axes)
+    return size - size // max(axes) + 1
+
+
+def _fits(n: int, axes: tuple[int, ...]) -> bool:
+    return _least(axes) <= n <= prod(axes)
+
+
+def _served(axes: tuple[int, ...]) -> str:
+    """The sizes that these axes fit, as errors show them."""
+    least, most = _least(axes), prod(axes)
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
+
+
 @dataclass(frozen=True)
 class CoreAxes:
-    """Axes and sizes of the cores of a Tensor-Train or Block Tensor-Train.
+    """Axes of the cores of a Tensor-Train or Block Tensor-Train.
 
     Core t of c contracts input axis j_t and the rank to its right, and creates output axis i_t and the
     rank to its left; the last core acts first. Two cores use the letters of the paper: y = (a, b),
@@ -57,35 +153,25 @@ class CoreAxes:
         inputs: Input axes j_1 .. j_c, slow to fast.
         outputs: Output axes i_1 .. i_c.
         bonds: Rank axes; bonds[t] joins core t + 1 to core t + 2.
-        sizes: Length of each axis.
     """
 
     names: Axes
     inputs: Axes
     outputs: Axes
     bonds: Axes
-    sizes: dict[str, int]
 
     @classmethod
-    def of(cls, d_in: int, d_out: int, ranks: tuple[int, ...]) -> CoreAxes:
-        """The axes for a layer of these sizes, with one rank for each pair of neighboring cores."""
-        cores = len(ranks) + 1
+    def of(cls, cores: int) -> CoreAxes:
+        """The axes of this number of cores."""
         if cores == 2:
-            letters: tuple[Axes, Axes, Axes, Axes] = ("R", "L"), ("c", "d"), ("a", "b"), ("s",)
-        else:
-            count = range(1, cores + 1)
-            letters = (
-                tuple(f"G{t}" for t in reversed(count)),
-                tuple(f"j{t}" for t in count),
-                tuple(f"i{t}" for t in count),
-                tuple(f"s{t}" for t in count[:-1]),
-            )
-        names, inputs, outputs, bonds = letters
-        sizes = dict(zip(bonds, ranks, strict=True))
-        # The core that acts first gets the smallest input and output axes: d <= c and b <= a.
-        sizes |= zip(reversed(inputs), split(d_in, cores), strict=True)
-        sizes |= zip(reversed(outputs), split(d_out, cores), strict=True)
-        return cls(names, inputs, outputs, bonds, sizes)
+            return cls(names=("R", "L"), inputs=("c", "d"), outputs=("a", "b"), bonds=("s",))
+        count = range(1, cores + 1)
+        return cls(
+            names=tuple(f"G{t}" for t in reversed(count)),
+            inputs=tuple(f"j{t}" for t in count),
+            outputs=tuple(f"i{t}" for t in count),
+            bonds=tuple(f"s{t}" for t in count[:-1]),
+        )
 
     def core(self, t: int, *, blocks: bool) -> str:
         """Axes of core t = 1 .. c; `blocks` adds the axes of the other cores along which BTT does not share it."""

@@ -1,11 +1,12 @@
-"""Sizes of layers and of integer options: their bounds, and how a size is split into even factors."""
+"""Sizes of layers and of integer options: their bounds, and the rules by which a size is split into factors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from buttress.errors import StructureError, quoted
+from buttress.suggestions import did_you_mean
 
 MAX_SIZE = 2**40
 """Largest size of a layer and largest integer option of a structure: far beyond any memory."""
@@ -35,34 +36,46 @@ def check_size(n: int) -> None:
         raise StructureError(f"a layer has at most 2^40 inputs and outputs, got a size of {quoted(n)}")
 
 
-def split(n: int, parts: int) -> tuple[int, ...]:
-    """The most even factors of n, ascending; a size whose factors are less even than 2:1 is padded.
+def split(n: int, parts: int, rule: str = "even") -> tuple[int, ...]:
+    """Split a size into factors, ascending.
 
-    The factors multiply to n, or to the next larger number whose most even factors are within 2:1.
+    Rules:
+
+    - "even": the most even factors. Where they are less even than 2:1, the size is padded: the factors multiply to the
+      next larger number whose most even factors are within 2:1.
+    - "greedy": the rule of the paper's code. Each prime factor of n, from the smallest up, multiplies the smallest
+      factor so far. Nothing is padded, so a prime gives (1, n).
 
     Args:
         n: The size to split, at least 1.
         parts: The number of factors, at least 1.
+        rule: The name of a rule.
 
     Returns:
         `parts` factors, ascending.
 
     Raises:
-        StructureError: If `n` or `parts` is not an integer >= 1 or too large, or no number close to `n` splits evenly.
+        StructureError: If `n` or `parts` is not an integer >= 1 or too large, there is no such rule, or no number close
+            to `n` splits evenly.
 
     Example:
         >>> split(768, 2), split(1024, 3), split(13, 2)
         ((24, 32), (8, 8, 16), (3, 5))
+        >>> split(768, 2, "greedy"), split(1024, 3, "greedy"), split(13, 2, "greedy")
+        ((16, 48), (8, 8, 16), (1, 13))
     """
     check_size(n)
     if not isinstance(parts, int) or not 1 <= parts <= MAX_PARTS:
         raise StructureError(f"a size is split into 1 to {MAX_PARTS} parts, got {quoted(parts)}")
-    return _split(n, parts)
+    if not isinstance(rule, str) or rule not in RULES:
+        hint = did_you_mean(rule, RULES, listed=True) if isinstance(rule, str) else ""
+        raise StructureError(f"the rule of a split is {' or '.join(map(repr, RULES))}, got {quoted(rule)}{hint}")
+    return RULES[rule](n, parts)
 
 
 @lru_cache(maxsize=4096)
-def _split(n: int, parts: int) -> tuple[int, ...]:
-    """`split` of checked arguments."""
+def _even(n: int, parts: int) -> tuple[int, ...]:
+    """The rule "even", of checked arguments."""
     if n <= 2**parts:
         # No factor is above 2: the answer is a power of two, which may be far away.
         twos = (n - 1).bit_length()
@@ -74,6 +87,32 @@ def _split(n: int, parts: int) -> tuple[int, ...]:
     raise StructureError(
         f"no size from {n:,} to {n + MAX_PADDING:,} splits into {parts} factors within 2:1: use fewer cores"
     )
+
+
+@lru_cache(maxsize=4096)
+def _greedy(n: int, parts: int) -> tuple[int, ...]:
+    """The rule "greedy", of checked arguments."""
+    factors = [1] * parts
+    for prime in _prime_factors(n):
+        factors[factors.index(min(factors))] *= prime
+    return tuple(sorted(factors))
+
+
+RULES: dict[str, Callable[[int, int], tuple[int, ...]]] = {"even": _even, "greedy": _greedy}
+"""The rules of `split` by name, which are also the names that the option `split` of a structure takes."""
+
+
+def _prime_factors(n: int) -> Iterator[int]:
+    """The prime factors of n, ascending, each as often as it divides n."""
+    divisor = 2
+    # A prime of 2^40 takes 500,000 divisions: after 2, only odd divisors are tried.
+    while divisor * divisor <= n:
+        while n % divisor == 0:
+            yield divisor
+            n //= divisor
+        divisor += 1 if divisor == 2 else 2
+    if n > 1:
+        yield n
 
 
 def _even_factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from buttress.core.chain import Chain
 from buttress.core.structures.base import Structure, structure
-from buttress.core.structures.cores import CoreAxes, bond_ranks
+from buttress.core.structures.cores import CoreAxes, Split, axis_sizes, bond_ranks, checked_split
 
 
 @structure
@@ -16,6 +16,8 @@ class TensorTrain(Structure):
     Args:
         rank: Size of the bonds between neighboring cores: one number, or one for each bond.
         cores: Number of cores, at least 2.
+        split: How sizes are split into axes: "even", "greedy" (see `split`), or for layers of one size the axes
+            themselves, ((input axes, slow first), (output axes in the order written)).
 
     Example:
         >>> chain = TensorTrain(rank=4).chain(64, 64)
@@ -25,9 +27,11 @@ class TensorTrain(Structure):
 
     rank: int | tuple[int, ...] = 1
     cores: int = 2
+    split: Split = "even"
 
     def __post_init__(self) -> None:
         bond_ranks(self, self.rank, self.cores)
+        object.__setattr__(self, "split", checked_split(self, self.split, self.cores))
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
@@ -36,12 +40,8 @@ class TensorTrain(Structure):
         yield from (cls(rank=2**i) for i in range(max_rank.bit_length()))
 
     def chain(self, d_in: int, d_out: int) -> Chain:
-        axes = CoreAxes.of(d_in, d_out, bond_ranks(self, self.rank, self.cores))
-        return Chain.of(
-            d_in,
-            d_out,
-            x=" ".join(axes.inputs),
-            factors=axes.factors(blocks=False),
-            y=" ".join(axes.outputs),
-            sizes=axes.sizes,
-        )
+        axes = CoreAxes.of(self.cores)
+        sizes = axis_sizes(self, self.split, d_in, d_out, x=axes.inputs, y=axes.outputs, created=axes.outputs[::-1])
+        sizes |= zip(axes.bonds, bond_ranks(self, self.rank, self.cores), strict=True)
+        factors = axes.factors(blocks=False)
+        return Chain.of(d_in, d_out, x=" ".join(axes.inputs), factors=factors, y=" ".join(axes.outputs), sizes=sizes)
