@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from buttress.lab.data import load
 from buttress.lab.recipes.cifar import MLP, VIT
 from buttress.lab.runs.config import Run
-from buttress.lab.training.graph import side_stream
+from buttress.lab.training.graph import SideStream
 from buttress.lab.training.trainer import Trainer
 
 PEAK = 377e12
@@ -54,7 +54,7 @@ def busy(events: Any) -> tuple[float, int]:
 def measure(run: Run, data: Path, compiled: bool) -> dict[str, object]:
     device = torch.device("cuda")
     trainer = Trainer(run, load(run.task, device, data), device, compiled=compiled)
-    with side_stream(device):
+    with SideStream(device):
         trainer.advance(WARM)
         times = []
         for _ in range(WINDOWS):

@@ -62,7 +62,7 @@ def draw_figures() -> None:
     for name, draw in FIGURES.items():
         figure = draw()
         assert figure is not None
-        figure.savefig(DOCS / "figures" / name, dpi=110)
+        figure.savefig(DOCS / "figures" / name, dpi=160)
 
 
 def check_compatibility() -> None:

@@ -14,13 +14,14 @@ from fuzz.mutations import CHARACTERS, EXTREMES, mutate_text
 VALID = (
     "dense", "btt", "btt(rank=4)", "btt(rank=(2, 3), cores=3)", "btt(cores=3)", "tensor_train(rank=8)",
     "tensor_train(rank=(1, 2, 3), cores=4)", "low_rank", "low_rank(rank=7)", "low_rank(fraction=0.25)", "kronecker",
-    "monarch(blocks=4)", "block_diagonal(blocks=3)", "convolution(kernel_size=5)",
+    "btt(split='greedy')", "btt(rank=2, split=((3, 4), (4, 8)))", "tensor_train(cores=3, split='greedy')",
+    "kronecker(split=((4, 4), (8, 8)))", "monarch(blocks=4)", "block_diagonal(blocks=3)", "convolution(kernel_size=5)",
 )  # fmt: skip
 TOKENS = (
-    "btt", "low_rank", "dense", "(", ")", "rank", "cores", "fraction", "=", ",", "1", "0", "-1", "10**9", "1e999",
-    "nan", "None", "True", "{[]:1}", "{{}}", "[]", "()", "(1,)", "*", "**", "lambda:0", "x:=1", "...", "'a'", "b'a'",
-    "f'{1}'", "0x" + "f" * 50, "9" * 30, "9" * 4400, "1_000", "1j", "not", "if", "else", "for", ":", "\n", "#", "\\",
-    "__import__('os')",
+    "btt", "low_rank", "dense", "(", ")", "rank", "cores", "split", "fraction", "=", ",", "1", "0", "-1", "10**9",
+    "1e999", "nan", "None", "True", "{[]:1}", "{{}}", "[]", "()", "(1,)", "*", "**", "lambda:0", "x:=1", "...", "'a'",
+    "'greedy'", "b'a'", "f'{1}'", "0x" + "f" * 50, "9" * 30, "9" * 4400, "1_000", "1j", "not", "if", "else", "for",
+    ":", "\n", "#", "\\", "__import__('os')",
 )  # fmt: skip
 SIZES = (1, 2, 3, 4, 5, 7, 12, 13, 16, 31, 64, 97)
 EXTREME_SIZES = (0, -1, 2**20, 2**31 - 1, 2**40 - 87, 2**40, 2**40 + 1, 10**18 + 3, 10**40)
@@ -36,12 +37,24 @@ def random_text(random: Random) -> str:
         return text
     if kind < 0.75:
         name = random.choice(("btt", "low_rank", "tensor_train", "monarch", "block_diagonal", "convolution", "dense"))
-        option = random.choice(("rank", "cores", "fraction", "blocks", "kernel_size", "name", "chain"))
-        value = random.choice((*EXTREMES, random.randint(-3, 200), 10 ** random.randint(1, 60), (1, 2), {1}, b"a"))
+        option = random.choice(("rank", "cores", "fraction", "blocks", "kernel_size", "split", "name", "chain"))
+        value = random.choice(
+            (*EXTREMES, random.randint(-3, 200), 10 ** random.randint(1, 60), (1, 2), {1}, b"a", random_axes(random))
+        )
         return f"{name}({option}={value!r})"
     if kind < 0.9:
         return "".join(random.choices(TOKENS, k=random.randint(1, 12)))
     return "".join(random.choices(CHARACTERS, k=random.randint(0, 60)))
+
+
+def random_axes(random: Random) -> tuple[tuple[object, ...], ...]:
+    """The axes of an explicit split, or nearly."""
+
+    def axis() -> object:
+        return random.choice((*EXTREMES, 2**20, 2**40)) if random.random() < 0.1 else random.randint(1, 9)
+
+    sides = random.choice((2, 2, 2, 2, 1, 3))
+    return tuple(tuple(axis() for _ in range(random.choice((2, 2, 2, 3, 0, 200)))) for _ in range(sides))
 
 
 def run_case(case: Case) -> None:

@@ -33,8 +33,8 @@ def prepare(folder: Path) -> list[Any]:
     """Two plans: of some layers, and of all of them with a tie."""
     plans = []
     globs: tuple[dict[str, bt.Structure | None], ...] = (
-        {"qkv": bt.BTT(rank=2), "up": bt.LowRank(rank=3), "*": None},
-        {"embed": bt.BTT(rank=2), "head": bt.BTT(rank=2), "*": bt.Monarch(blocks=2)},
+        {"qkv": bt.BTT(rank=2), "up": bt.LowRank(rank=3), "down": bt.BTT(split=((4, 4), (3, 4))), "*": None},
+        {"embed": bt.BTT(rank=2), "head": bt.BTT(rank=2), "up": bt.BTT(split="greedy"), "*": bt.Monarch(blocks=2)},
     )
     for chosen in globs:
         model = Net()

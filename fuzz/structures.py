@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,15 +31,27 @@ def random_structure(random: Random) -> bt.Structure:
             options.setdefault("rank", None)
             if options["rank"] is None:
                 options[f.name] = random.choice((0.01, 0.3, 1.0))
+        elif f.name == "split":
+            options[f.name] = random.choice(("even", "greedy"))
         elif str(f.type).startswith("int"):
             options[f.name] = random.randint(1, 6)
     return cls(**options)
+
+
+def with_own_axes(structure: Any, random: Random) -> tuple[bt.Structure, int, int]:
+    """The structure with an explicit split, and a layer that it fits."""
+    parts = len(structure.chain(1, 1).factors)
+    inputs, outputs = ([random.randint(1, 7 if parts == 2 else 3) for _ in range(parts)] for _ in range(2))
+    d_in, d_out = (prod(axes) - random.randrange(prod(axes) // max(axes)) for axes in (inputs, outputs))
+    return replace(structure, split=(inputs, outputs)), d_in, d_out
 
 
 def run_case(case: Case) -> None:
     random = case.random
     structure = random_structure(random)
     d_in, d_out = random.randint(1, 40), random.randint(1, 40)
+    if hasattr(structure, "split") and random.random() < 0.3:
+        structure, d_in, d_out = with_own_axes(structure, random)
     chain = structure.chain(d_in, d_out)
     _check_counts(structure, chain)
     generator = torch.Generator().manual_seed(case.number)

@@ -21,6 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import buttress as bt
 from buttress import ops
+from buttress.core.structures.cores import Split
+from buttress.core.structures.sizes import RULES
 from chain_strategies import random_factors
 
 EVERYWHERE = ("reference", "bmm")
@@ -50,6 +52,8 @@ def option_sets(cls: type[bt.Structure]) -> list[bt.Structure]:
             yield from (0.3, 1.0)
         if "tuple" in kind:
             yield (2, 3)
+        if field.type == Split:
+            yield from RULES
 
     options = [(f.name, v) for f in dataclasses.fields(cls) for v in values(f)]
     choices = [{}, *({n: v} for n, v in options)]
@@ -327,7 +331,9 @@ def check_rank(structure: bt.Structure) -> None:
         rank = np.linalg.matrix_rank(ops.dense(chain, random_factors(chain)).numpy())
         assert rank <= chain.max_rank
         if chain.padding == (0, 0):
-            assert rank == chain.max_rank
+            # Sums of several shared terms can miss the bound: rank 2 Tensor-Train of 3 x 11 by 5 x 7 has 32, not 33.
+            bonds = chain.shares_parameters and any(chain.sizes[a] > 1 for a in chain.sufficient_ranks)
+            assert rank >= chain.max_rank - bonds
         if not chain.shares_parameters:
             assert rank == largest_linking(chain)
 

@@ -24,6 +24,8 @@ CASES = [
     (bt.BTT(rank=(3, 2), cores=3), 30, 24),
     (bt.BlockDiagonal(4), 30, 22),
     (bt.Convolution(3), 30, 20),
+    (bt.BTT(rank=2, split="greedy"), 97, 22),
+    (bt.BTT(rank=2, split=((2, 12), (7, 5))), 34, 23),
 ]
 each = pytest.mark.parametrize(("structure", "number", "width"), CASES, ids=[f"{s}-{n}x{w}" for s, n, w in CASES])
 both = pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])

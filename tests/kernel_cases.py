@@ -23,6 +23,7 @@ STRUCTURES = [
     bt.BTT(),
     bt.BTT(rank=3),
     bt.BTT(rank=2, cores=3),
+    bt.BTT(rank=2, split="greedy"),
     bt.Monarch(4),
     bt.Monarch(2),
     bt.Kronecker(),

@@ -19,6 +19,8 @@ CASES = [
     (bt.TensorTrain(rank=2, cores=3), 20, 30),
     (bt.BTT(rank=2), 20, 30),
     (bt.BTT(cores=3), 24, 30),
+    (bt.BTT(rank=2, split="greedy"), 22, 30),
+    (bt.BTT(rank=2, split=((3, 7), (2, 15))), 20, 30),
     (bt.BlockDiagonal(4), 20, 30),
     (bt.Convolution(3), 20, 30),
 ]

@@ -23,12 +23,6 @@ def counts(build: Callable[[], nn.Module], structure: bt.Structure | None = None
     return cost.params, cost.macs
 
 
-def btt(inputs: tuple[int, int], outputs: tuple[int, int]) -> int:
-    """Parameters, and MACs for a token, of rank 1 BTT: I n0 + O m1, with I = m0 m1 and O = n0 n1."""
-    (m0, m1), (n0, n1) = inputs, outputs
-    return m0 * m1 * n0 + n0 * n1 * m1
-
-
 def stirred(model: nn.Module) -> nn.Module:
     """The model with every parameter drawn again, so that no zero start hides anything."""
     with torch.no_grad():

@@ -23,6 +23,8 @@ STRUCTURES = [
     "btt(rank=2)",
     "btt(rank=(2, 3), cores=3)",
     "btt(cores=4)",
+    "btt(rank=2, split='greedy')",
+    "kronecker(split='greedy')",
     "monarch(blocks=3)",
     "monarch(blocks=2)",
     "block_diagonal(blocks=3)",

@@ -101,6 +101,7 @@ PLANS = {
     "split": (bt.BTT(rank=2), {"split": {"*.qkv": 3}}),
     "uneven": (bt.BTT(rank=2), {"split": {"*.qkv": (16, 20, 12)}, "normalize": True}),
     "cores": (bt.BTT(rank=(2, 3), cores=3), {}),
+    "greedy": (bt.BTT(rank=2, split="greedy"), {"split": {"*.qkv": 3}}),
     "mixed": (
         {
             "blocks.0.*": bt.TensorTrain(rank=(3, 2), cores=3),

@@ -23,6 +23,8 @@ def test_structures_and_inspect(invoke: Invoke) -> None:
     assert {r["structure"] for r in rows} >= {"btt", "dense", "monarch"}
     btt = json.loads(invoke("inspect", "btt(rank=4)", "--d-in", "1024", "--d-out", "4096", "--json").out)
     assert btt["parameters"] == 786432
+    for text, params in (("btt(split='greedy')", 172032), ("btt(split=((32, 24), (48, 64)))", 135168)):
+        assert json.loads(invoke("inspect", text, "768", "3072", "--json").out)["parameters"] == params
     assert "z[" in invoke("inspect", "btt").out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from buttress.lab.recipes import recipes
 from buttress.lab.runs.config import ConfigError
 from buttress.lab.runs.records import read_records, write_records
 from buttress.lab.runs.store import Store
+from buttress.lab.sweeps.interleaved import Interleaved
 from buttress.lab.sweeps.local import Local
 from command_line import Invoke
 from synthetic_records import record, study
@@ -58,21 +60,24 @@ def test_the_report_has_a_title(tmp_path: Path, invoke: Invoke) -> None:
 
 
 def test_local_processes_by_default() -> None:
-    assert engine_of("local", None, None, None, None) == Local(1)
-    assert engine_of("local", 3, None, None, None) == Local(3)
+    assert engine_of("local") == Local(1)
+    assert engine_of("local", workers=3) == Local(3)
+    assert engine_of("local", interleave=3) == Interleaved(3)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("rya", None, None, None, None), "did you mean 'ray'"),
-        (("ray", 2, None, None, None), "--workers cannot be used with --on ray, which takes --address"),
-        (("local", None, "head:1", None, None), "--address cannot be used with --on local"),
+        ({"on": "rya"}, "did you mean 'ray'"),
+        ({"on": "ray", "workers": 2}, "--workers cannot be used with --on ray, which takes --address"),
+        ({"on": "ray", "interleave": 2}, "--interleave cannot be used with --on ray, which takes --address"),
+        ({"on": "local", "address": "head:1"}, "--address cannot be used with --on local"),
+        ({"on": "local", "workers": 2, "interleave": 2}, "--workers and --interleave exclude each other"),
     ],
 )
-def test_impossible_engines(options: tuple[str, int | None, str | None, None, None], says: str) -> None:
+def test_impossible_engines(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        engine_of(*options)
+        engine_of(**options)
 
 
 def damaged_folder(tmp_path: Path) -> Path:

@@ -87,6 +87,23 @@ def test_padding_and_largest_rank() -> None:
     assert make(x="d", factors={"V": "s d", "U": "a s"}, y="a", d_in=5, d_out=2, sizes=SIZES | {"s": 1}).max_rank == 1
 
 
+def test_the_largest_rank_of_shared_factors_takes_every_order_of_them() -> None:
+    # kron(L, R) has the product of both ranks: of L, 3 x 4, and R, 3 x 2. R alone is followed by 12 numbers.
+    sizes = {"a": 3, "b": 3, "c": 4, "d": 2}
+    kron = make(factors={"R": "b d", "L": "a c"}, y="a b", d_in=8, d_out=9, sizes=sizes)
+    assert kron.max_rank == 3 * 2
+    axes = [f"{letter}{t}" for t in range(11) for letter in "ij"]
+    many = make(
+        x=" ".join(axes[1::2]),
+        factors={f"G{t}": f"i{t} j{t}" for t in range(11)},
+        y=" ".join(axes[::2]),
+        d_in=2**11,
+        d_out=2**11,
+        sizes=dict.fromkeys(axes, 2),
+    )
+    assert many.max_rank == 2**11
+
+
 REGROUP = {"factors": {"R": "c b d", "L": "g a h"}, "y": "g a", "sizes": SIZES | {"g": 6, "h": 2}}
 
 

@@ -1,5 +1,7 @@
 """The contract, for every structure of the library and for some that it has never seen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,13 +39,31 @@ class DepthwiseSeparable(bt.Structure):
         return bt.Chain.of(d_in, d_out, x="c n", factors={"K": "c w", "P": "e c"}, y="e n", sizes=sizes, window="n w")
 
 
+@bt.structure
+class WrittenOut(bt.Structure):
+    """Explicit splits for every size: as uneven as 2 and the half, and padded by one where a size is odd."""
+
+    of: str = "btt(rank=2)"
+
+    def chain(self, d_in: int, d_out: int) -> bt.Chain:
+        structure = bt.parse(self.of)
+        ones = (1,) * (len(structure.chain(1, 1).factors) - 2)
+
+        def axes(n: int) -> tuple[int, ...]:
+            return (2, *ones, -(-n // 2)) if n > 1 else (1, *ones, 1)
+
+        return replace(structure, split=(axes(d_in), axes(d_out)[::-1])).chain(d_in, d_out)
+
+
 STRUCTURES = [s for cls in bt.structures().values() for s in option_sets(cls)]
+STRUCTURES += [WrittenOut(of=text) for text in ("btt", "btt(cores=3)", "tensor_train(rank=3)", "kronecker")]
 
 
 def test_the_list_is_the_registry() -> None:
     assert {type(s) for s in STRUCTURES} == set(bt.structures().values())
     assert CrossedBlocks in bt.structures().values()
     assert all(CrossedBlocks(groups=k) in STRUCTURES for k in (2, 3))
+    assert {bt.BTT(split="greedy"), bt.BTT(rank=2, split="greedy"), bt.Kronecker(split="greedy")} < set(STRUCTURES)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)

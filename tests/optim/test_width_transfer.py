@@ -60,6 +60,13 @@ def test_worked_example_btt(kind):
 
 
 @pytest.mark.parametrize("kind", list(bases()))
+def test_worked_example_btt_with_the_authors_split(kind):
+    # Their code prints 4.8 and 1.6 for the input layer: 3072 = 96 * 32, so that R sees 32 and L sees 96.
+    actual = multipliers(mlp(1024, bt.BTT(split="greedy")), base=bases()[kind], scale=SCALE)
+    check(actual, BTT_1024 | {"input.factors.R": 4.8, "input.factors.L": 1.6})
+
+
+@pytest.mark.parametrize("kind", list(bases()))
 def test_worked_example_monarch(kind):
     check(multipliers(mlp(256, bt.Monarch(4)), base=bases()[kind], scale=SCALE), MONARCH_256)
 

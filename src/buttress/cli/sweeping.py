@@ -19,6 +19,7 @@ from buttress.lab.runs.config import ConfigError, with_fields
 from buttress.lab.runs.records import scan_records, write_records
 from buttress.lab.runs.store import Store
 from buttress.lab.sweeps.engine import Engine
+from buttress.lab.sweeps.interleaved import Interleaved
 from buttress.lab.sweeps.local import Local
 from buttress.lab.sweeps.sweep import sweep as run_sweep
 from buttress.lab.training.loop import remove_leftovers
@@ -42,7 +43,11 @@ def sweep(
     data: Data = None,
     device: Device = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Runs to train at a time; several small ones can share a GPU. Default: 1.")
+        int | None, typer.Option(min=1, help="Processes that train one run each at a time. Default: 1.")
+    ] = None,
+    interleave: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs to train at a time in one process, for small models that share a GPU."),
     ] = None,
     on: Annotated[
         str, typer.Option(help="Engine: local (processes on this machine) or ray (many machines).")
@@ -63,7 +68,7 @@ def sweep(
     `buttress sweep mlp-scaling --on ray --address head:6379 --gpus-per-run 0.25`
     """
     recipe_runs = [with_fields(run, settings or []) for run in find(recipe).runs()]
-    engine = engine_of(on, workers, address, cpus_per_run, gpus_per_run)
+    engine = engine_of(on, workers, interleave, address, cpus_per_run, gpus_per_run)
     with bars() as display:
         listen = SweepBars(display, recipe, len(recipe_runs))
         records = run_sweep(
@@ -78,12 +83,20 @@ def sweep(
         raise typer.Exit(1)
 
 
-def engine_of(on: str, workers: int | None, address: str | None, cpus: float | None, gpus: float | None) -> Engine:
+def engine_of(
+    on: str,
+    workers: int | None = None,
+    interleave: int | None = None,
+    address: str | None = None,
+    cpus: float | None = None,
+    gpus: float | None = None,
+) -> Engine:
     """Build the engine that trains a sweep's runs.
 
     Args:
         on: "local" or "ray".
         workers: Value of --workers, None if it is not set.
+        interleave: Value of --interleave, None if it is not set.
         address: Value of --address, None if it is not set.
         cpus: Value of --cpus-per-run, None if it is not set.
         gpus: Value of --gpus-per-run, None if it is not set.
@@ -94,15 +107,20 @@ def engine_of(on: str, workers: int | None, address: str | None, cpus: float | N
     Raises:
         ConfigError: For an unknown engine, or an option that belongs to the other one.
     """
-    values = {"--workers": workers, "--address": address, "--cpus-per-run": cpus, "--gpus-per-run": gpus}
-    options = {"local": ("--workers",), "ray": ("--address", "--cpus-per-run", "--gpus-per-run")}
+    values = {
+        "--workers": workers, "--interleave": interleave, "--address": address, "--cpus-per-run": cpus,
+        "--gpus-per-run": gpus,
+    }  # fmt: skip
+    options = {"local": ("--workers", "--interleave"), "ray": ("--address", "--cpus-per-run", "--gpus-per-run")}
     if on not in options:
         raise ConfigError(f"a sweep cannot run on {on!r}{did_you_mean(on, options)}")
     for name, value in values.items():
         if value is not None and name not in options[on]:
             raise ConfigError(f"{name} cannot be used with --on {on}, which takes {', '.join(options[on])}")
+    if workers is not None and interleave is not None:
+        raise ConfigError("--workers and --interleave exclude each other: choose processes or one process")
     if on == "local":
-        return Local(workers or 1)
+        return Local(workers or 1) if interleave is None else Interleaved(interleave)
     from buttress.lab.sweeps.ray_engine import Ray
 
     return Ray(address, 1.0 if cpus is None else cpus, gpus)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain as joined
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -26,6 +27,9 @@ from buttress.errors import ChainError
 
 MAX_AXES = 51
 """Largest number of axes of a chain: torch.einsum has names for one more, which stands for the tokens."""
+
+MAX_REORDERED = 10
+"""Most factors of which every set is tried for the bound on the rank."""
 
 Axes = tuple[str, ...]
 Regroup = tuple[Axes, Axes]
@@ -204,15 +208,28 @@ class Chain:
         """Zeros appended to x, and numbers cut from the end of y."""
         return (self.size(self.x) - self.d_in, self.size(self.y) - self.d_out)
 
-    @property
+    @cached_property
     def max_rank(self) -> int:
         """Upper bound on the rank of the matrix: the size of the smallest intermediate, d_in or d_out.
 
-        Random factors reach it unless the chain is padded, which can reduce the rank further
+        Random factors reach it, except where the chain is padded, and rarely where parameters are shared
         (docs/explanation/theory.md, "Rank").
         """
-        intermediate_sizes = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)
-        return min(self.d_in, self.d_out, *intermediate_sizes)
+        return min(self.d_in, self.d_out, *map(self.size, self._intermediates()))
+
+    def _intermediates(self) -> Iterator[Iterable[str]]:
+        """Axes of the intermediate after each factor, and with sharing after each set of factors that could act first.
+
+        The intermediate has the axes that are both in x or in these factors, and in the others or in y.
+        """
+        yield from (f.batch_axes + f.shared_axes + f.out_axes for f in self.factors)
+        ordered = not self.shares_parameters or any(f.regroup for f in self.factors)
+        if not ordered and len(self.factors) <= MAX_REORDERED:
+            for acts_first in product((True, False), repeat=len(self.factors)):
+                before, after = set(self.x) | set(self.window or ()), set(self.y)
+                for f, first in zip(self.factors, acts_first, strict=True):
+                    (before if first else after).update(f.axes)
+                yield before & after
 
     @cached_property
     def sufficient_ranks(self) -> Mapping[str, int]:

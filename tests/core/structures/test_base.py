@@ -15,19 +15,29 @@ import buttress as bt
 from buttress.core.structures import base, sizes
 
 ranks = st.integers(1, 9)
-cores_and_rank = st.integers(2, 4).flatmap(
-    lambda c: st.tuples(st.just(c), st.one_of(ranks, st.tuples(*[ranks] * (c - 1))))
+
+
+def splits(parts: int) -> st.SearchStrategy[Any]:
+    """A rule, or axes."""
+    axes = st.tuples(*[st.integers(1, 200)] * parts)
+    return st.one_of(st.sampled_from(list(sizes.RULES)), st.tuples(axes, axes))
+
+
+trains = st.integers(2, 4).flatmap(
+    lambda c: st.fixed_dictionaries(
+        {"cores": st.just(c), "rank": st.one_of(ranks, st.tuples(*[ranks] * (c - 1))), "split": splits(c)}
+    )
 )
 EVERY = st.one_of(
     st.just(bt.Dense()),
-    st.just(bt.Kronecker()),
+    st.builds(bt.Kronecker, split=splits(2)),
     st.builds(bt.LowRank, rank=st.one_of(st.none(), ranks)),
     st.builds(bt.LowRank, fraction=st.floats(0, 1, exclude_min=True)),
     st.builds(bt.Monarch, blocks=ranks),
     st.builds(bt.BlockDiagonal, blocks=ranks),
     st.builds(bt.Convolution, kernel_size=ranks),
-    cores_and_rank.map(lambda cr: bt.BTT(rank=cr[1], cores=cr[0])),
-    cores_and_rank.map(lambda cr: bt.TensorTrain(rank=cr[1], cores=cr[0])),
+    trains.map(lambda options: bt.BTT(**options)),
+    trains.map(lambda options: bt.TensorTrain(**options)),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import tracemalloc
+from math import prod
 
 import pytest
 import torch
@@ -41,6 +42,17 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"low_rank(rank=1, fraction={'1' * 4000})", "give rank or fraction, not both"),
         (f"btt(rank=({'1,' * 2000}))", "2 cores have 1 bonds, but rank=(1, 1"),
         (f"btt({'r' * 4000}=1)", "btt has no option 'rrrr"),
+        (f"btt(split=(({'1,' * 1000}), ({'1,' * 1000})))", "split needs 2 input axes and 2 output axes"),
+        (f"btt(split=({'(1, 1),' * 500}))", "split must be 'even', 'greedy' or"),
+        (f"btt(split='{'x' * 4000}')", "split must be 'even', 'greedy' or"),
+        (f"btt(split=((1, {'9' * 4000}), (1, 1)))", "an axis of split must be at most 2^40, got 9999"),
+        ("btt(split=((1099511627776, 2), (1, 1)))", "the axes of split must multiply to at most 2^40"),
+        (f"btt(cores=17, split=(({'1099511627776,' * 17}), ({'1,' * 17})))", "must multiply to at most 2^40"),
+        ("btt(split=((1, 1e9), (1, 1)))", "an axis of split must be an integer >= 1, got 1000000000.0"),
+        ("btt(split=" + "(" * 90 + "1" + ",)" * 90 + ")", "split must be 'even', 'greedy' or"),
+        ("btt(split=greedy)", "the value of split must be a plain number, a tuple or a word in quotes"),
+        ("btt(split={'even'})", "split must be 'even', 'greedy' or"),
+        ("btt(split=b'even')", "split must be 'even', 'greedy' or"),
         ("(" * 2000, "write name or name(option=value, ...)"),
         ("btt(rank=" + "-" * 4000 + "1)", "is not a structure"),
         ("btt(rank=" + "[" * 90 + "]" * 90 + ")", "rank must be an integer >= 1"),
@@ -97,6 +109,7 @@ def test_a_structure_of_the_user_that_fails_while_it_is_parsed_is_a_structure_er
         (bt.TensorTrain(rank=10**6), 64, 256, "a rank of 128 represents any matrix"),
         (bt.TensorTrain(rank=10**6, cores=4), 64, 64, "a rank of 16 represents any matrix"),
         (bt.BTT(rank=(4, 10**6), cores=3), 64, 64, "a rank of 4 represents any matrix"),
+        (bt.BTT(rank=10**5, split="greedy"), 2, 67, "a rank of 1 represents any matrix"),
     ],
     ids=str,
 )
@@ -163,6 +176,17 @@ def test_the_most_cores_can_be_computed_by_every_implementation(structure: bt.St
 
 
 class TestSplit:
+    @pytest.mark.parametrize("size", [LARGE_PRIME, 2**40, 1_048_573 * 1_048_571, 3 * 366_503_875_907])
+    @pytest.mark.parametrize("parts", [1, 2, 64])
+    def test_the_greedy_rule_takes_little_time(self, size: int, parts: int) -> None:
+        started = time.process_time()
+        assert prod(bt.split(size, parts, "greedy")) == size
+        assert time.process_time() - started < 2
+
+    def test_a_prime_of_any_size_needs_no_memory(self) -> None:
+        chain = bt.BTT(split="greedy").chain(LARGE_PRIME, LARGE_PRIME)
+        assert chain.params == LARGE_PRIME * (LARGE_PRIME + 1)
+
     @pytest.mark.parametrize("size", [LARGE_PRIME, 2**40, 999_999_999_989, 2**31 - 1])
     @pytest.mark.parametrize("parts", [2, 3, 4])
     def test_large_primes_split_at_once(self, size: int, parts: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from dataclasses import fields, replace
 from html.parser import HTMLParser
@@ -141,6 +142,10 @@ class TestReport:
         made = Run(structure="btt(rank=2)", width=128, aware=False, lr=1e-4)
         assert command(made) == "buttress train width=128 'structure=btt(rank=2)' aware=False lr=0.0001"
 
+    def test_a_command_with_quotes_in_its_structure_is_read_back(self) -> None:
+        made = Run(structure="btt(split='greedy')")
+        assert with_fields(Run(), shlex.split(command(made))[2:]) == made
+
     @pytest.mark.parametrize(
         "text",
         ["$(touch /tmp/x)", "`id`", "a; rm -rf ~", "a'b", 'a"b', "a && b", "a|b > c", "*", "~", "!!", "-x", "a\\b"],
@@ -198,6 +203,14 @@ class TestReport:
         text = report(lines, tmp_path / "page.html").read_text()
         assert text.count("too few points (2 of 3)") == 2
         assert "±" not in text
+
+    def test_exponents_are_compared_on_common_macs(self, tmp_path: Path) -> None:
+        """One bent curve, of which the lines cover different parts: their slopes there are the same."""
+        sizes = {"": (256, 512, 1024, 4096), "btt": (16, 32, 256, 512, 1024)}
+        models = [
+            record(structure, width, 20 + 1000 * width**-0.8) for structure, widths in sizes.items() for width in widths
+        ]
+        assert re.search(r"<td>[+-]0\.000 \(p = ", report(models, tmp_path / "page.html").read_text())
 
     @pytest.mark.parametrize(
         "change",

@@ -23,6 +23,19 @@ class TestModel:
         norms = 512 * 5 * (25 * width + 24 * width)
         assert round((found.macs + norms) / 1e9, 3) == macs / 1e9
 
+    @pytest.mark.parametrize(
+        ("width", "heads", "params", "macs"),
+        [(1024, 6, 83.37, 18.536), (1536, 6, 131.84, 30.057), (2048, 6, 185.03, 43.994), (2560, 12, 250.90, 66.863)],
+    )
+    def test_counts_with_the_authors_split(self, width: int, heads: int, params: float, macs: float) -> None:
+        with torch.device("meta"):
+            model = GPT(50304, 512, width, heads=heads, head_width=64)
+            bt.replace_(model, {"*": bt.BTT(rank=4, split="greedy")}, normalize=True)
+            found = bt.cost(model, torch.zeros(1, 512, dtype=torch.long))
+        assert round(found.params / 1e6, 2) == params
+        norms = 512 * 5 * (25 * width + 24 * heads * 64)
+        assert round((found.macs + norms) / 1e9, 3) == macs
+
     def test_a_structured_head_and_narrow_attention_are_counted_by_their_chains(self) -> None:
         with torch.device("meta"):
             model = GPT(50304, 512, 1024, heads=6, head_width=64)

@@ -17,6 +17,9 @@ class TestRun:
         run = Run(structure="btt(rank=2)")
         assert run.key == Run(structure="btt( rank = 2 )").key == Run.from_json(run.to_json()).key
         assert run.key != replace(run, seed=1).key
+        # The key that this run had before structures had a split.
+        assert Run(structure="btt").key == Run(structure="btt(split='even')").key == "67fdda8181d8473f"
+        assert Run(structure="btt(split='greedy')").key != Run(structure="btt").key
         assert len(run.key) == 16
         assert str(run) == "Run(structure='btt(rank=2)')"
 

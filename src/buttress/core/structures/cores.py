@@ -76,7 +76,8 @@ def checked_split(structure: Structure, value: Any, parts: int) -> Split:
     inputs, outputs = value
     if not len(inputs) == len(outputs) == parts:
         raise StructureError(
-            f"{owner}: split needs {parts} input axes and {parts} output axes, got {len(inputs)} and {len(outputs)}"
+            f"{owner}: split needs {parts} input axes and {parts} output axes, one for each factor, "
+            f"got {len(inputs)} and {len(outputs)}"
         )
     for n in (*inputs, *outputs):
         positive(structure, **{"an axis of split": n})

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from html import escape
 
 from buttress.lab.analysis import figures, published
+from buttress.lab.analysis.comparison import common_window
 from buttress.lab.analysis.experiments import Experiment
 from buttress.lab.analysis.figures import LineStyles
 from buttress.lab.analysis.fits import MIN_SIZES, difference, fit, saving
@@ -77,8 +78,12 @@ def main_figure(e: Experiment, styles: LineStyles) -> str:
 def _error(e: Experiment, metric: Metric, styles: LineStyles) -> str:
     figure = figures.answer(e.done, metric, styles)
     name = figures.AXIS_LABELS[metric].removesuffix(" (%)")
+    if figure is None:
+        return ""
     text = f"{name.capitalize()} of every model; lines join those that no cheaper model matches."
-    return html_figure(figure, text) if figure else ""
+    if any(panel.texts for panel in figure.axes):
+        text += " Dotted: where the lowest line overtakes dense, with the 95 % interval over seeds if it is known."
+    return html_figure(figure, text)
 
 
 def _errors(e: Experiment, styles: LineStyles) -> str:
@@ -143,19 +148,23 @@ def _fits(e: Experiment) -> str:
             continue
         cells = [key.label, f"{law.exponent:.3f} ± {law.exponent_error:.3f}", f"{law.low:.3f} .. {law.high:.3f}"]
         rows.append(cells + (["", ""] if key == BASELINE else _comparison(line, base)))
-    head = ("structure", "exponent", "95 %", "against dense", "fewer MACs for the same error")
+    head = ("structure", "exponent", "95 %", "minus dense, on common MACs", "fewer MACs for the same error")
     return html_table(head, rows)
 
 
 def _comparison(line: Sequence[Point], base: Sequence[Point]) -> list[str]:
+    """The difference of two exponents on the MACs that both lines span, and the saving of MACs."""
     try:
-        apart, less = difference(line, base), saving(line, base)
+        apart = difference(line, base, window=common_window(line, base))
+        exponents = f"{apart.estimate:+.3f} (p = {apart.p_value:.2g})"
     except FitError:
-        return ["", ""]
-    return [
-        f"{apart.estimate:+.3f} (p = {apart.p_value:.2g})",
-        f"{less.ratio:.3g}× ({less.low:.2g} .. {less.high:.2g}) at {less.error:.3g} %",
-    ]
+        exponents = "too few sizes in common"
+    try:
+        less = saving(line, base)
+        factor = f"{less.ratio:.3g}× ({less.low:.2g} .. {less.high:.2g}) at {less.error:.3g} %"
+    except FitError:
+        factor = ""
+    return [exponents, factor]
 
 
 def _widths(e: Experiment, styles: LineStyles) -> str:

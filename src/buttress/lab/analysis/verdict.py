@@ -74,7 +74,7 @@ def _without_common_time(lines: Mapping[LineKey, Sequence[Point]]) -> Iterator[s
     times = {key: [p.seconds for p in line if p.seconds is not None] for key, line in lines.items()}
     dense = times.pop(BASELINE)
     others = [x for line in times.values() for x in line]
-    if dense and others:
+    if dense and others and (max(dense) < min(others) or max(others) < min(dense)):
         spans = [f"{min(x):.0f} to {max(x):.0f} s" for x in (dense, others)]
         yield f"At equal training time there is no comparison: dense models took {spans[0]}, the others {spans[1]}."
 

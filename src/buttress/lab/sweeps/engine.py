@@ -15,7 +15,7 @@ from buttress.lab.runs.store import RunInUseError, Store
 from buttress.lab.training.devices import resolve_device
 from buttress.lab.training.divergence import DivergenceError
 from buttress.lab.training.logs import JsonLines
-from buttress.lab.training.loop import Progress, Watch, train
+from buttress.lab.training.loop import Progress, Training, TrainOptions, Watch, finish, training
 
 PROGRESS_SECONDS = 0.5
 """Minimum time between two reports of a run's progress."""
@@ -69,17 +69,20 @@ class Job:
         Raises:
             RunInUseError: If another process is training the run.
         """
+        return finish(self.training(run, store, at_once, watch))
+
+    def training(self, run: Run, store: Store | None, at_once: int, watch: Watch) -> Training:
+        """Train a run like `train`, a window of steps at a time."""
         try:
-            return train(
-                run,
-                store=store,
-                device=self.device,
+            options = TrainOptions(
+                device=resolve_device(self.device),
                 data=_load_task(run.task, self.device, self.data),
                 compiled=self.compiled,
                 watch=throttled(watch),
                 log=JsonLines(store.run_folder(run) / "log.jsonl") if store is not None else None,
                 at_once=at_once,
             )
+            return (yield from training(run, options, store))
         except RunInUseError:
             raise
         except DivergenceError as error:

@@ -30,15 +30,17 @@ class RunQueue:
         self._awaited: set[Run] = set()
         self._guard = threading.Lock()
 
-    def take(self, listen: Listener, stopping: threading.Event) -> tuple[Run, ExitStack] | None:
+    def take(self, listen: Listener, stopping: threading.Event, *, wait: bool = True) -> tuple[Run, ExitStack] | None:
         """Wait for a run that no process trains.
 
         Args:
             listen: Called when the run starts, for a run that another sweep finished, and for one that is waited for.
             stopping: Ends the waiting when it is set.
+            wait: Whether to wait for runs that other processes train.
 
         Returns:
-            The run, and a context that releases the claim on it; None when no run is left.
+            The run, and a context that releases the claim on it; None when no run is left, or without waiting when all
+            that are left are being trained.
         """
         while self.runs and not stopping.is_set():
             with self._guard:
@@ -52,6 +54,8 @@ class RunQueue:
                             continue
                         self._report_start(run, listen)
                         return run, claim.pop_all()
+                if not wait:
+                    return None
                 self._report_waiting(listen)
             stopping.wait(POLL_SECONDS if self.runs else 0)
         return None

@@ -13,11 +13,10 @@ import threading
 from collections.abc import Sequence
 from queue import Queue
 
-import torch
-
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.store import RunInUseError, Store
 from buttress.lab.sweeps.engine import Job
+from buttress.lab.training.devices import gpu_is_lost
 
 
 def work(store: Store, job: Job, at_once: int) -> None:
@@ -61,16 +60,6 @@ def work(store: Store, job: Job, at_once: int) -> None:
         send({"in_use": in_use, "exits": exits})
         if exits:
             return
-
-
-def gpu_is_lost() -> bool:
-    """Whether this process cannot use the GPU any more, as after an illegal memory access."""
-    try:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -56,6 +56,16 @@ def translate_memory_errors(device: torch.device) -> Iterator[None]:
         ) from error
 
 
+def gpu_is_lost() -> bool:
+    """Whether this process cannot use the GPU any more, as after an illegal memory access."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def host_memory() -> int | None:
     """Bytes of memory of this machine; None if the system does not tell."""
     try:

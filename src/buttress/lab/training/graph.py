@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -50,14 +50,38 @@ class GraphReplay:
         return graph
 
 
-@contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
-    """Run on a separate stream, because the default stream of a GPU cannot be captured."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(device).wait_stream(stream)
+class SideStream:
+    """A stream of a GPU next to the default one, which cannot be captured. On other devices it does nothing.
+
+    Enter it around every piece of work, and `join` it at the end. In between, other streams do not wait for it, so that
+    runs in training can share a GPU.
+
+    Args:
+        device: The device.
+
+    Example:
+        >>> stream = SideStream(device)
+        >>> with stream:
+        ...     trainer.advance(100)
+        >>> stream.join()
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        self._entered = ExitStack()
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._entered.enter_context(torch.cuda.stream(self.stream))
+
+    def __exit__(self, *exception: object) -> None:
+        self._entered.close()
+
+    def join(self) -> None:
+        """Let the current stream wait for the work on this one."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -21,10 +21,11 @@ from buttress.lab.training import checkpoints
 from buttress.lab.training.devices import resolve_device, translate_memory_errors
 from buttress.lab.training.distributed import ProcessGroup, process_group
 from buttress.lab.training.divergence import DivergenceError, diagnose
-from buttress.lab.training.graph import side_stream
+from buttress.lab.training.graph import SideStream
 from buttress.lab.training.history import MetricHistory
 from buttress.lab.training.logs import Log
 from buttress.lab.training.results import build_record, training_curve
+from buttress.lab.training.state import Snapshot
 from buttress.lab.training.trainer import Trainer
 from buttress.lab.training.weights import save_weights
 
@@ -51,6 +52,8 @@ class Progress:
 
 
 Watch = Callable[[Progress], None]
+Training = Generator[None, None, Record]
+"""A run in training, which yields whenever its device has work to do, and returns the run's record."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,49 @@ def train(
         >>> record.results["test_error"]
     """
     options = TrainOptions(resolve_device(device), data, compiled, watch, log, checkpoint_seconds, at_once)
+    return finish(training(run, options, store, way or parallel))
+
+
+def finish(steps: Training) -> Record:
+    """Train a run to its end.
+
+    Args:
+        steps: The run, as `training` returns it.
+
+    Returns:
+        The run's record.
+    """
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def training(run: Run, options: TrainOptions, store: Store | None = None, parallel: str = "ddp") -> Training:
+    """Train a run like `train`, a window of steps at a time, so that one process can train several runs at once.
+
+    Args:
+        run: The run.
+        options: Options of training.
+        store: The store for its record and checkpoints. Default: none are written.
+        parallel: Strategy for several processes.
+
+    Yields:
+        Nothing, each time that the next steps are enqueued on the device and before waiting for them.
+
+    Returns:
+        The run's record.
+    """
     with (
-        process_group(way or parallel, options.device) as group,
+        process_group(parallel, options.device) as group,
         group.translate_comm_errors(),
         translate_memory_errors(options.device),
     ):
         if not group.is_main:
             options = replace(options, watch=None, log=None)
         if store is None:
-            return TrainingLoop(run, options, group).run_to_end()
+            return (yield from TrainingLoop(run, options, group).steps())
         with store.lock(run) if group.is_main else nullcontext(True) as granted:
             if not granted:
                 raise store.in_use(run)
@@ -137,15 +174,15 @@ def train(
             group.barrier()
             if record is not None and done:
                 return record
-            return _train_in_store(run, store, options, group)
+            return (yield from _train_in_store(run, store, options, group))
 
 
-def _train_in_store(run: Run, store: Store, options: TrainOptions, group: ProcessGroup) -> Record:
+def _train_in_store(run: Run, store: Store, options: TrainOptions, group: ProcessGroup) -> Training:
     """Train a run that this process has locked, and put its record into the store."""
     folder = store.run_folder(run)
     try:
         loop = TrainingLoop(run, options, group, folder)
-        record = loop.run_to_end()
+        record = yield from loop.steps()
     except DivergenceError as error:
         if group.is_main:
             store.put(error.record(run))
@@ -172,6 +209,18 @@ def remove_leftovers(store: Store, run: Run) -> None:
     with store.lock(run) as granted:
         if granted:
             checkpoints.clean_up(folder, done=True)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps between two pauses."""
+
+    first: int
+    """Step at which it starts."""
+    snapshot: Snapshot
+    """State at its start."""
+    started: float
+    """Time of its start."""
 
 
 class TrainingLoop:
@@ -204,8 +253,11 @@ class TrainingLoop:
             options.log.rewind(self.trainer.step if metadata else -1)
         self.started = self.last_saved = time.perf_counter()
 
-    def run_to_end(self) -> Record:
+    def steps(self) -> Training:
         """Train to the last step.
+
+        Yields:
+            Nothing, each time that a window of steps is enqueued.
 
         Returns:
             The run's record.
@@ -213,12 +265,18 @@ class TrainingLoop:
         Raises:
             DivergenceError: If the loss is not finite, or too large to recover.
         """
-        with side_stream(self.options.device):
+        stream = SideStream(self.options.device)
+        with stream:
             self.history.measure(self.trainer, self.options.log)
-            while self.trainer.step < self.run.steps:
-                self._train_window()
+        while self.trainer.step < self.run.steps:
+            with stream:
+                window = self._start_window()
+            yield
+            with stream:
+                self._end_window(window)
                 self.history.measure(self.trainer, self.options.log)
                 self._save_if_due()
+        stream.join()
         record = build_record(
             self.trainer,
             seconds=self._seconds(),
@@ -231,21 +289,25 @@ class TrainingLoop:
             raise self._with_history(_not_finite(record, self.run), self.run.steps)
         return record
 
-    def _train_window(self) -> None:
-        """Train to the next pause, check the losses and report them."""
+    def _start_window(self) -> Window:
+        """Enqueue the steps to the next pause."""
         trainer = self.trainer
-        snapshot = trainer.snapshot()
-        first, started = trainer.step, time.perf_counter()
-        trainer.advance(next_pause(self.run, first))
+        window = Window(trainer.step, trainer.snapshot(), time.perf_counter())
+        trainer.advance(next_pause(self.run, trainer.step))
+        return window
+
+    def _end_window(self, window: Window) -> None:
+        """Wait for a window's steps, check the losses and report them."""
+        trainer, first = self.trainer, window.first
         tables = (trainer.losses, trainer.errors)
         losses, errors = (trainer.group.all_reduce_mean(t[first : trainer.step]).cpu() for t in tables)
         if not losses.isfinite().all():
-            raise self._with_history(diagnose(trainer, snapshot), first)
+            raise self._with_history(diagnose(trainer, window.snapshot), first)
         loss, error = losses.mean().item(), 100 * errors.mean().item()
         if loss > trainer.task.divergence_threshold:
             raise self._with_history(_too_large(loss, trainer), trainer.step)
         self.first_window = self.first_window or trainer.step - first
-        self.step_seconds.append((time.perf_counter() - started) / (trainer.step - first))
+        self.step_seconds.append((time.perf_counter() - window.started) / (trainer.step - first))
         self._report(first, loss, error)
 
     def _with_history(self, error: DivergenceError, steps: int) -> DivergenceError:

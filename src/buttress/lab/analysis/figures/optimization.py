@@ -74,7 +74,7 @@ def _draw_rates(
     for i, (shade, (width, line)) in enumerate(zip(style.shades(len(curves)), sorted(curves.items()), strict=True)):
         look = {"color": shade.color, "marker": MARKERS[i % len(MARKERS)]}
         panel.plot(*zip(*line, strict=True), ls=shade.dashes, lw=1.4, ms=5, **look, label=f"width {width}")
-        panel.plot(*min(line, key=lambda p: p[1]), "*", ms=14, color=shade.color, mec="white", mew=0.8)
+        panel.plot(*min(line, key=lambda p: p[1]), "*", ms=16, color=shade.color, mec="white", mew=1)
         if published.get(width):
             panel.plot(*zip(*published[width], strict=True), ls="", mfc="none", ms=8, alpha=0.6, **look)
     set_log_axes(panel, "x")

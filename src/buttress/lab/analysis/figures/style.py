@@ -52,6 +52,7 @@ phone, which leaves `SMALL` text at 9.7 pixels."""
 SMALL = 9
 """Size of tick labels, legends and notes, in points; there is no smaller text."""
 MAX_COLUMNS = 3
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 LOOK: dict[Any, Any] = {
     "font.size": 10,
     "axes.labelsize": 10,
@@ -223,7 +224,7 @@ def _row(part: Any) -> int | None:
 def _svg(figure: Figure, extent: Any) -> str:
     out = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "buttress", "svg.fonttype": "none"}):
-        figure.savefig(out, format="svg", bbox_inches=extent, metadata={"Date": None, "Creator": None})
+        figure.savefig(out, format="svg", bbox_inches=extent, metadata=NO_METADATA)
     text = out.getvalue()
     text = text[text.index("<svg") :]
     # Elements of a hidden drawing cannot be used by another one, so that no two drawings of a page may share an id.
