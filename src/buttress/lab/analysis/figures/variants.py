@@ -9,6 +9,7 @@ from buttress.lab.analysis.figures.compute import Curves
 from buttress.lab.analysis.figures.line_styles import LineStyle, LineStyles, by_family, family
 from buttress.lab.analysis.figures.style import (
     AXIS_LABELS,
+    SMALL,
     Figure,
     add_legend,
     new_panels,
@@ -98,7 +99,7 @@ def options(
         set_title(panel, name)
         widths = {p.width for key in (BASELINE, *keys) for p in lines.get(key, ()) if p.width is not None}
         _finish(panel, metric, against, widths)
-        panel.legend(frameon=False, fontsize="small")
+        panel.legend(frameon=False, fontsize=SMALL)
     return figure
 
 
