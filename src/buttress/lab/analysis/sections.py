@@ -193,8 +193,8 @@ def differences(records: Sequence[Record], styles: LineStyles) -> str:
     figure = figures.differences(chosen, paper.errors, styles)
     if figure is None:
         return ""
-    text = "Change of the errors if one choice of the authors' code, or all of them, replaces ours. Hollow: published."
-    return "<h2>Choices of the authors</h2>" + html_figure(figure, text)
+    text = "Change of the errors by choices of the authors' code, alone and together, and by bilinear resampling."
+    return "<h2>Choices of the authors</h2>" + html_figure(figure, text + " Hollow: distance to the published errors.")
 
 
 Column = tuple[str, Callable[[Record], str]]
