@@ -11,7 +11,7 @@ def record(structure: str = "", width: int = 64, error: float = 30.0, **fields: 
     run = Run(structure=structure, width=width, **fields)  # type: ignore[arg-type]
     results = {
         "train_error": error, "test_error": 0.9 * error, "train_loss": 1.0, "test_loss": 1.0,
-        "seconds": width / 10, "examples_per_second": 1e4,
+        "seconds": width / 10, "step_ms": 100 * width / run.steps, "examples_per_second": 1e4,
     }  # fmt: skip
     curve = tuple((s, 100 / s, 90 / s + error / 2) for s in range(1, 20))
     return Record(run, "done", results, 10 * width, 100 * width**2, curve, "", {"device": "a <GPU>", "torch": "2"})

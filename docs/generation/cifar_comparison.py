@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 
-from buttress.lab.analysis import FitError, Point, difference, fit
-from buttress.lab.analysis.comparison import Comparison, common_window, compare
+from buttress.lab.analysis import Point
+from buttress.lab.analysis.comparison import Comparison, Estimate, compare_all
 from buttress.lab.analysis.frontier import Frontier
 from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, points, training_seconds
-from buttress.lab.analysis.point import Against, seed_noise
+from buttress.lab.analysis.point import Against, seed_noise, short
 from buttress.lab.analysis.saturating import fit_saturating
 from buttress.lab.analysis.verdict import verdict
 from buttress.lab.runs.records import Record
@@ -17,14 +18,16 @@ from .markdown import table
 from .records import runs
 
 METRICS: dict[Metric, str] = {"train_error": "train error", "test_error": "test error"}
+MINUS = "\N{MINUS SIGN}"
 
 
+@cache
 def mlp_scaling() -> list[Record]:
     """Return the runs of mlp-scaling in tf32, all seeds."""
     return [*runs("mlp-scaling"), *runs("mlp-scaling-seed-1")]
 
 
-PRECISIONS = {"tf32": mlp_scaling, "bf16": lambda: runs("mlp-scaling-bf16")}
+PRECISIONS = {"tf32": mlp_scaling, "bf16": cache(lambda: runs("mlp-scaling-bf16"))}
 
 
 def noise(metric: Metric) -> float:
@@ -34,16 +37,19 @@ def noise(metric: Metric) -> float:
     return known
 
 
-def comparisons(precision: str, metric: Metric, against: Against) -> Iterator[tuple[LineKey, Comparison]]:
-    """Yield the comparison of each structure with dense."""
+@cache
+def comparisons(precision: str, metric: Metric, against: Against) -> dict[LineKey, Comparison]:
+    """Return the comparison of each structure with dense."""
     lines = points(PRECISIONS[precision](), metric)
-    for key, line in lines.items():
-        if key != BASELINE:
-            yield key, compare(line, lines[BASELINE], against=against, noise=noise(metric))
+    return compare_all(lines, BASELINE, against=against, noise=noise(metric))
 
 
-def signed(value: float) -> str:
-    return f"{value:+.1f}".replace("-", "\N{MINUS SIGN}")
+def signed(value: float, decimals: int = 1) -> str:
+    return f"{value:+.{decimals}f}".replace("-", MINUS)
+
+
+def plus_minus(estimate: Estimate, decimals: int) -> str:
+    return f"{estimate.value:.{decimals}f} ± {estimate.standard_error:.{decimals}f}"
 
 
 def answer() -> str:
@@ -56,9 +62,9 @@ def answer() -> str:
 def levels_table() -> str:
     cells = []
     for metric, name in METRICS.items():
-        for key, c in comparisons("tf32", metric, "macs"):
+        for key, c in comparisons("tf32", metric, "macs").items():
             low, high = c.range
-            span = f"{c.gaps[0].cost:.1e} to {c.gaps[-1].cost:.1e}".replace("e+0", "e")
+            span = f"{short(c.gaps[0].cost)} to {short(c.gaps[-1].cost)}"
             cells.append((name, key.label, span, f"{signed(low)} to {signed(high)}", f"{c.standard_error:.1f}"))
     return table("metric | structure | MACs | difference from dense, points | standard error", cells)
 
@@ -68,7 +74,7 @@ def crossings_table() -> str:
     for precision, records in PRECISIONS.items():
         for metric, name in METRICS.items():
             lines = points(records(), metric)
-            for key, c in comparisons(precision, metric, "seconds"):
+            for key, c in comparisons(precision, metric, "seconds").items():
                 end = c.gaps[-1]
                 margin = f"{signed(end.difference)} ± {end.standard_error:.1f} at {end.cost:.0f} s"
                 cells.append((precision, name, key.label, ahead(c), margin, time_saved(lines[key], lines[BASELINE])))
@@ -88,10 +94,10 @@ def time_saved(line: Sequence[Point], base: Sequence[Point]) -> str:
 
 def ahead(c: Comparison) -> str:
     """Return until when the dense models are ahead of a structure."""
-    if c.crossing is None:
+    if c.crossing is None or c.gaps[-1].difference > 0:
         return "throughout" if c.gaps[-1].difference > 0 else "never"
-    interval = f"{c.crossing.low:.0f} to {c.crossing.high:.0f}"
-    return f"up to {c.crossing.cost:.0f} s (95 %: {interval})"
+    high = "longer" if c.crossing.high is None else f"{c.crossing.high:.0f}"
+    return f"up to {c.crossing.cost:.0f} s (95 %: {c.crossing.low:.0f} to {high})"
 
 
 def bfloat16_table() -> str:
@@ -107,52 +113,34 @@ def bfloat16_table() -> str:
 
 
 def slopes_table() -> str:
-    lines = points(mlp_scaling())
-    head = "structure | sizes in common | exponent | exponent of dense | difference"
-    return table(head, (slopes(key, lines[key], lines[BASELINE]) for key in lines if key != BASELINE))
-
-
-def slopes(key: LineKey, line: Sequence[Point], base: Sequence[Point]) -> tuple[str, ...]:
-    """Return the exponents of a structure and of dense on their common range."""
-    window = common_window(line, base)
-    sizes = " and ".join(str(sum(window[0] <= p.macs <= window[1] for p in models)) for models in (line, base))
-    try:
-        own, dense, apart = fit(line, window=window), fit(base, window=window), difference(line, base, window=window)
-    except FitError:
-        return key.label, sizes, "too few sizes", "", ""
-    laws = (f"{x.exponent:.3f} ± {x.exponent_error:.3f}" for x in (own, dense))
-    return key.label, sizes, *laws, pm(apart)
-
-
-def bent_table() -> str:
-    lines = points(mlp_scaling())
-    common_floor, common_exponent = fit_saturating(lines, "floor"), fit_saturating(lines, "exponent")
     cells = []
-    for key in lines:
-        exponent, floor = common_floor.exponents[key], common_exponent.floors[key]
-        apart = (
-            ["", ""] if key == BASELINE else [pm(x.difference(key, BASELINE)) for x in (common_floor, common_exponent)]
-        )
-        exponents = f"{exponent.value:.3f} ± {exponent.standard_error:.3f} (seeds {exponent.seed_error:.3f})"
-        floors = f"{floor.value:.1f} ± {floor.standard_error:.1f} (seeds {floor.seed_error:.1f})"
-        cells.append((key.label, exponents, apart[0], floors, apart[1]))
-    scatter = (f"{100 * law.scatter:.2f} %" for law in (common_floor, common_exponent))
-    common = (
-        f"{common_floor.floors[BASELINE].value:.1f} ± {common_floor.floors[BASELINE].standard_error:.1f} %",
-        f"{common_exponent.exponents[BASELINE].value:.3f} ± {common_exponent.exponents[BASELINE].standard_error:.3f}",
-    )
-    cells.append(("common value", f"floor {common[0]}", "", f"exponent {common[1]}", ""))
-    cells.append(("scatter about the law", next(scatter), "", next(scatter), ""))
+    for metric, name in METRICS.items():
+        for key, c in comparisons("tf32", metric, "macs").items():
+            assert c.trend is not None
+            extra = f"{signed(-c.trend.value, 3)} ± {c.trend.standard_error:.3f}"
+            cells.append((name, key.label, *(plus_minus(x, 3) for x in (c.first_ratio, c.last_ratio)), extra))
     return table(
-        "structure | exponent, with a common floor | difference from dense | floor, with a common exponent, % | "
-        "difference from dense",
+        "metric | structure | error relative to dense, smallest common MACs | largest common MACs | exponent minus "
+        "dense's",
         cells,
     )
 
 
-def pm(apart: object) -> str:
-    """Return a difference without its degrees of freedom."""
-    return str(apart).rpartition(",")[0].replace("-", "\N{MINUS SIGN}") + ")"
+def bent_table() -> str:
+    lines = points(mlp_scaling())
+    laws = {"a common floor": "floor", "a common exponent": "exponent", "nothing in common": "nothing"}
+    cells = []
+    for name, shared in laws.items():
+        law = fit_saturating(lines, shared)
+        shown = [key for key in lines if key.structure in ("dense", "btt", "monarch")]
+        exponents = (plus_minus(law.exponents[key], 2) for key in shown)
+        floors = (plus_minus(law.floors[key], 1) for key in shown)
+        cells.append((name, *exponents, *floors, f"{100 * law.scatter:.1f} %"))
+    return table(
+        "law with | exponent, dense | exponent, btt | exponent, monarch | floor, dense | floor, btt | floor, monarch | "
+        "scatter",
+        cells,
+    )
 
 
 TABLES = {

@@ -21,8 +21,8 @@ SURFACE = {
     "inspect": "structure sizes --d-in --d-out --json",
     "recipes": "--json",
     "train": "settings --runs --data --device --compile --parallel --checkpoint-seconds --tensorboard --wandb --json",
-    "sweep": "recipe settings --runs --data --device --workers --on --address --cpus-per-run --gpus-per-run --compile "
-    "--json",
+    "sweep": "recipe settings --runs --data --device --workers --interleave --on --address --cpus-per-run "
+    "--gpus-per-run --compile --json",
     "sample": "folder --prompt --tokens --temperature --top --seed --data --device",
     "records": "runs out --recipe",
     "report": "runs --out --title",

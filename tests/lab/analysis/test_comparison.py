@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from buttress.lab.analysis.comparison import common_window, compare
+from buttress.lab.analysis.comparison import compare, compare_all
 from buttress.lab.analysis.point import FitError, Point, seed_noise
 
 
@@ -69,6 +69,48 @@ class TestCompare:
         assert crossing.low < crossing.cost < crossing.high
         assert crossing.cost == pytest.approx(10)
 
+    @pytest.mark.parametrize("noise", [-0.1, math.nan, math.inf])
+    def test_impossible_noise(self, noise: float) -> None:
+        with pytest.raises(FitError, match="noise between seeds is a number from 0 up"):
+            compare(line((1, 40), (4, 20)), line((1, 50), (4, 30)), noise=noise)
+
+    def test_no_points(self) -> None:
+        with pytest.raises(FitError, match="there are no points"):
+            compare([], line((1, 50), (4, 30)))
+
+    def test_samples_that_never_cross_open_the_interval(self) -> None:
+        # The line ends ahead by a hair: in half of the samples it ends behind.
+        comparison = compare(line((1, 40), (2, 29.999)), line((1, 39), (2, 30)), noise=0.1)
+        crossing = comparison.crossing
+        assert crossing is not None
+        assert crossing.high is None
+        assert crossing.low is not None
+        assert crossing.low <= crossing.cost
+
+    def test_crossings_in_both_directions_are_counted(self) -> None:
+        comparison = compare(line((1, 40), (4, 12), (16, 11)), line((1, 30), (4, 20), (16, 5)))
+        assert comparison.sign_changes == 2
+
+    def test_trend_is_the_difference_of_exponents(self) -> None:
+        steep = line(*((10.0**i, 50 * 10 ** (-0.15 * i)) for i in range(4)))
+        flat = line(*((3 * 10.0**i, 60 * (3 * 10.0**i) ** -0.10) for i in range(3)))
+        comparison = compare(steep, flat)
+        assert comparison.trend is not None
+        assert comparison.trend.value == pytest.approx(-0.05)
+        assert comparison.first_ratio.value == pytest.approx(50 / 60 * 3**-0.05)
+        assert comparison.last_ratio.value == pytest.approx(50 / 60 * 300**-0.05)
+
+    def test_a_bent_curve_has_no_trend_against_itself_at_other_sizes(self) -> None:
+        def bent(costs: Sequence[float]) -> list[Point]:
+            return line(*((x, 20 + 30 * x**-0.3) for x in costs))
+
+        comparison = compare(bent(np.geomspace(1, 1000, 60)), bent(np.geomspace(7, 9000, 55)))
+        assert comparison.trend is not None
+        assert comparison.trend.value == pytest.approx(0, abs=1e-4)
+
+    def test_a_single_common_cost_has_no_trend(self) -> None:
+        assert compare(line((4, 20)), line((1, 40), (16, 10))).trend is None
+
     def test_a_line_that_ends_is_not_overtaken(self) -> None:
         # The base reaches 10 only where the line has no model.
         assert compare(line((1, 30), (10, 15)), line((1, 40), (100, 10))).crossing is None
@@ -96,18 +138,40 @@ class TestCompare:
                 total += 1
         assert 0.58 < inside / total < 0.78
 
+    def test_intervals_of_crossings_cover_the_truth(self) -> None:
+        """About 95 % of simulated crossings are within their intervals."""
+        truth = [((1.0, 60.0), (10.0, 20.0), (100.0, 8.0)), ((1.0, 40.0), (10.0, 22.0), (100.0, 14.0))]
+        expected = compare(*(line(*pairs) for pairs in truth)).crossing
+        assert expected is not None
+        inside = 0
+        for trial in range(100):
+            lines = [line(*pairs, noise=0.05, seeds=2, rng=1000 + 2 * trial + i) for i, pairs in enumerate(truth)]
+            crossing = compare(*lines, noise=0.05).crossing
+            assert crossing is not None
+            assert crossing.low is not None
+            assert crossing.high is not None
+            inside += crossing.low <= expected.cost <= crossing.high
+        assert inside >= 88
 
-@pytest.mark.parametrize(
-    ("lines", "window"),
-    [
-        ([line((1, 9), (8, 1)), line((2, 9), (32, 1))], (2, 8)),
-        ([line((1, 9), (8, 1)), line((2, 9), (32, 1)), line((4, 9), (6, 1))], (4, 6)),
-    ],
-)
-def test_common_window(lines: Sequence[Sequence[Point]], window: tuple[float, float]) -> None:
-    assert common_window(*lines) == window
 
+class TestCompareAll:
+    LINES = {"dense": line((1, 50), (16, 20)), "btt": line((1, 40), (16, 10)), "far": line((100, 1))}  # noqa: RUF012
 
-def test_without_common_window() -> None:
-    with pytest.raises(FitError, match="no macs in common"):
-        common_window(line((1, 9), (8, 1)), line((9, 9), (32, 1)))
+    def test_every_line_with_common_costs(self) -> None:
+        comparisons = compare_all(self.LINES, "dense")
+        assert list(comparisons) == ["btt"]
+        assert comparisons["btt"] == compare(self.LINES["btt"], self.LINES["dense"])
+
+    def test_points_that_cannot_be_compared_are_left_out(self) -> None:
+        bad = [Point(4, 0.0), Point(8, math.nan), Point(math.inf, 5)]
+        lines = {key: [*points, *bad] for key, points in self.LINES.items()}
+        assert compare_all(lines, "dense") == compare_all(self.LINES, "dense")
+
+    def test_noise_is_that_of_all_lines(self) -> None:
+        lines = {**self.LINES, "noisy": line((1, 40), (16, 10), noise=0.1, seeds=3)}
+        error = compare_all(lines, "dense")["btt"].standard_error
+        assert error is not None
+        assert error > 1
+
+    def test_without_the_base(self) -> None:
+        assert compare_all({"btt": self.LINES["btt"]}, "dense") == {}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buttress.lab.analysis.frontier import Frontier, crossings
+from buttress.lab.analysis.frontier import Frontier, crossings, mean_log_ratio
 from buttress.lab.analysis.point import FitError, Point
 
 
@@ -74,6 +74,13 @@ class TestCrossings:
     def test_equal_frontiers_do_not_cross(self) -> None:
         line = frontier((1, 40), (4, 20))
         assert crossings(line, line) == []
+
+
+def test_mean_ratio_over_common_costs() -> None:
+    line = frontier((1, 40), (100, 4))
+    assert mean_log_ratio(line, frontier((1, 80), (100, 8))) == pytest.approx(math.log(0.5))
+    assert mean_log_ratio(line, frontier((100, 8), (200, 7))) == pytest.approx(math.log(0.5))
+    assert mean_log_ratio(line, frontier((101, 8))) is None
 
 
 positive = st.floats(1e-3, 1e6)

@@ -69,8 +69,40 @@ def test_uncertainty_from_seeds() -> None:
     answer = verdict([*DENSE, *BTT, *seeds])
     assert answer is not None
     assert "points below dense (± 0." in answer.text
+    assert "the noise between seeds alone" in answer.certainty
     assert "s (95 %: " in answer.text
     assert answer.certainty.startswith("1 to 2 seeds per model.")
+
+
+def test_lines_are_ranked_on_common_costs() -> None:
+    """Two small models that are far ahead of small dense ones do not beat a line that is below them."""
+    small = [model("monarch", 64, 43, 15), model("monarch", 80, 41, 20)]
+    better = [model("btt", 64, 42, 15), model("btt", 128, 39, 40), model("btt", 256, 35.5, 80)]
+    answer = verdict([*DENSE, *small, *better], ["train_error"])
+    assert answer is not None
+    assert answer.text.startswith("At equal MACs, btt has the lowest train error")
+
+
+def test_lines_that_change_places_twice() -> None:
+    ahead_first = [model("btt", 64, 45, 10), model("btt", 128, 41, 30), model("btt", 256, 30, 80)]
+    answer = verdict([*DENSE, *ahead_first], ["train_error"])
+    assert answer is not None
+    assert "btt has the lower train error for good beyond" in answer.text
+
+
+def test_a_crossing_that_other_seeds_may_not_have() -> None:
+    close = [model("btt", 64, 60, 15), model("btt", 256, 35.9, 80)]
+    seeds = [model("btt", 64, 65, 15, seed=1), model("btt", 256, 35.9, 80, seed=1)]
+    answer = verdict([*DENSE, *close, *seeds], ["train_error"])
+    assert answer is not None
+    assert "to longer than any run)" in answer.text
+
+
+def test_an_error_of_zero_is_left_out_and_named() -> None:
+    answer = verdict([*DENSE, *BTT, model("btt", 512, 0.0, 160)], ["train_error"])
+    assert answer is not None
+    assert answer.text == verdict([*DENSE, *BTT], ["train_error"]).text  # type: ignore[union-attr]
+    assert "1 results without a logarithm" in answer.certainty
 
 
 def test_times_that_do_not_overlap() -> None:

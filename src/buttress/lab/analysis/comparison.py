@@ -1,21 +1,36 @@
-"""Structures compared at equal cost: by how much their errors differ, and where one overtakes the other.
+"""Lines of models compared at equal cost: by how much their errors differ, and where one overtakes the other.
 
 Comparisons read the frontiers of both lines, straight between neighboring models in logarithms, and no power law. Their
-uncertainty is the noise between seeds, carried through by a bootstrap.
+uncertainty is the noise between seeds, carried through by a bootstrap; it contains neither the noise of measured times
+nor the error of interpolating between model sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from buttress.lab.analysis.frontier import Frontier, crossings
-from buttress.lab.analysis.point import Against, Array, FitError, Point, columns, seed_noise
+from buttress.lab.analysis.frontier import Frontier, crossings, mean_over_log
+from buttress.lab.analysis.point import Against, Array, FitError, Point, columns, is_comparable, seed_noise
+
+Key = TypeVar("Key", bound=Hashable)
 
 RESAMPLES = 400
 """Number of bootstrap samples of a comparison."""
+GRID = 41
+"""Number of costs at which the trend of a ratio is fitted."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its standard error from the noise between seeds; None if that is unknown."""
+
+    value: float
+    standard_error: float | None
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,7 @@ class Crossing:
     low: float | None
     """Lower end of its 95 % interval over seeds; None if the noise between seeds is unknown."""
     high: float | None
-    """Upper end of the interval."""
+    """Upper end of the interval; None if that is unknown, or beyond the costs that both lines span."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +67,20 @@ class Comparison:
     """Differences at the cost of each model of either line, within the costs that both span; rising."""
     crossing: Crossing | None
     """Where the sign of the difference changes last; None if it does not change."""
+    sign_changes: int
+    """How often it changes."""
+    first_ratio: Estimate
+    """Ratio of the errors at the smallest cost that both span."""
+    last_ratio: Estimate
+    """Ratio of the errors at the largest cost that both span."""
+    trend: Estimate | None
+    """Slope of ln(ratio) on ln(cost): the exponent of the base minus that of the line, both on the same costs. None if
+    they have only one cost in common."""
 
     @property
     def mean(self) -> float:
         """Mean difference over the costs that both span, on a logarithmic axis."""
-        cost, difference = np.log([g.cost for g in self.gaps]), np.array([g.difference for g in self.gaps])
-        if len(self.gaps) == 1:
-            return float(difference[0])
-        return float(((difference[1:] + difference[:-1]) / 2 * np.diff(cost)).sum() / (cost[-1] - cost[0]))
+        return mean_over_log(np.array([g.cost for g in self.gaps]), np.array([g.difference for g in self.gaps]))
 
     @property
     def range(self) -> tuple[float, float]:
@@ -96,83 +117,125 @@ def compare(
         The comparison.
 
     Raises:
-        FitError: If no cost lies within both lines, or a point has no such cost.
+        FitError: If no cost lies within both lines, a point has no such cost, or the noise is not a number from 0 up.
     """
     noise = seed_noise([*line, *base]) if noise is None else noise
-    first, second = Frontier.of(line, against), Frontier.of(base, against)
+    if noise is not None and not 0 <= noise < math.inf:
+        raise FitError(f"the noise between seeds is a number from 0 up, got {noise}")
+    pair = Frontier.of(line, against), Frontier.of(base, against)
+    start, end = _common_range(*pair, against)
+    costs = sorted({float(x) for frontier in pair for x in frontier.cost if start <= x <= end})
+    samples = [] if noise is None else list(_resample(line, base, against, noise, np.random.default_rng(seed)))
+    differences = _estimates(pair, samples, lambda a, b: np.array([a.at(x) - b.at(x) for x in costs]))
+    ratios = _estimates(pair, samples, lambda a, b: np.array([a.at(x) / b.at(x) for x in (start, end)]))
+    trend = None if start == end else _estimates(pair, samples, lambda a, b: _trend(a, b, start, end))[0]
+    crossed = [x for x in crossings(*pair) if start <= x <= end]
+    return Comparison(
+        against=against,
+        gaps=tuple(Gap(x, e.value, e.standard_error) for x, e in zip(costs, differences, strict=True)),
+        crossing=_crossing(crossed[-1], pair, samples, start, end) if crossed else None,
+        sign_changes=len(crossed),
+        first_ratio=ratios[0],
+        last_ratio=ratios[1],
+        trend=trend,
+    )
+
+
+def compare_all(
+    lines: Mapping[Key, Sequence[Point]], base: Key, *, against: Against = "macs", noise: float | None = None
+) -> dict[Key, Comparison]:
+    """Compare every line with one of them.
+
+    Args:
+        lines: Points of each line. Those without a cost, or whose cost or error has no logarithm, are left out.
+        base: The line to compare with.
+        against: The cost: "macs" or "seconds".
+        noise: Standard deviation of ln(error) between seeds. Default: that of all lines together.
+
+    Returns:
+        The comparisons; lines that have no cost in common with the base are left out.
+    """
+    noise = seed_noise(p for line in lines.values() for p in line) if noise is None else noise
+    usable = {key: [p for p in line if is_comparable(p, against)] for key, line in lines.items()}
+    result = {}
+    for key, line in usable.items():
+        if key != base and line and usable.get(base):
+            try:
+                result[key] = compare(line, usable[base], against=against, noise=noise)
+            except FitError:  # no common cost
+                continue
+    return result
+
+
+Pair = tuple[Frontier, Frontier]
+Measure = Callable[[Frontier, Frontier], Array]
+
+
+def _common_range(first: Frontier, second: Frontier, against: Against) -> tuple[float, float]:
     start, end = max(first.cost[0], second.cost[0]), min(first.cost[-1], second.cost[-1])
     if start > end:
         raise FitError(
             f"no {against} lie within both lines: they span {first.cost[0]:.3g} .. {first.cost[-1]:.3g} and "
             f"{second.cost[0]:.3g} .. {second.cost[-1]:.3g}; add model sizes"
         )
-    costs = sorted({float(x) for x in (*first.cost, *second.cost) if start <= x <= end})
-    differences = np.array([first.at(x) - second.at(x) for x in costs])
-    spread: Array | None = None
-    crossed: list[float] = []
-    if noise is not None:
-        samples = list(_resample(line, base, against, noise, np.random.default_rng(seed)))
-        spread = np.std([[a.at(x) - b.at(x) for x in costs] for a, b in samples], axis=0, ddof=1)
-        crossed = [x for a, b in samples for x in _inside(crossings(a, b), start, end)[-1:]]
-    gaps = tuple(
-        Gap(x, float(d), None if spread is None else float(spread[i]))
-        for i, (x, d) in enumerate(zip(costs, differences, strict=True))
-    )
-    return Comparison(against, gaps, _crossing(_inside(crossings(first, second), start, end), crossed))
+    return float(start), float(end)
 
 
-def _inside(costs: Sequence[float], start: float, end: float) -> list[float]:
-    """Costs within a range: beyond the last model of a line, a crossing says only that no larger one was trained."""
-    return [x for x in costs if start <= x <= end]
+def _trend(first: Frontier, second: Frontier, start: float, end: float) -> Array:
+    """Least-squares slope of ln(ratio) on ln(cost), at costs that are evenly spaced in logarithms; shape (1,)."""
+    costs = np.geomspace(start, end, GRID)
+    u = np.log(costs) - np.log(costs).mean()
+    return np.array([(u @ np.log([first.at(x) / second.at(x) for x in costs])) / (u @ u)])
 
 
-def _crossing(costs: Sequence[float], samples: Sequence[float]) -> Crossing | None:
-    if not costs:
-        return None
-    low, high = map(float, np.quantile(samples, [0.025, 0.975])) if samples else (None, None)
-    return Crossing(costs[-1], low, high)
+def _estimates(pair: Pair, samples: Sequence[Pair], quantity: Measure) -> list[Estimate]:
+    """Values of a quantity of two frontiers, with their standard errors over samples of both."""
+    values = quantity(*pair)
+    if not samples:
+        return [Estimate(float(value), None) for value in values]
+    spread = np.std([quantity(*sample) for sample in samples], axis=0, ddof=1)
+    return [Estimate(float(value), float(error)) for value, error in zip(values, spread, strict=True)]
+
+
+def _crossing(cost: float, pair: Pair, samples: Sequence[Pair], start: float, end: float) -> Crossing:
+    """The last crossing, with its interval over samples in which the same line ends ahead or does not."""
+    if not samples:
+        return Crossing(cost, None, None)
+
+    def ahead(first: Frontier, second: Frontier) -> bool:
+        return first.at(end) < second.at(end)
+
+    crossed = []
+    for sample in samples:
+        inside = [x for x in crossings(*sample) if start <= x <= end]
+        if ahead(*sample) != ahead(*pair):
+            crossed.append(math.inf)  # not within the costs that both lines span
+        else:
+            crossed.append(inside[-1] if inside else start)
+    low, high = map(float, np.quantile(crossed, [0.025, 0.975], method="inverted_cdf"))
+    return Crossing(cost, low, high if high < math.inf else None)
 
 
 def _resample(
     line: Sequence[Point], base: Sequence[Point], against: Against, noise: float, rng: np.random.Generator
-) -> Iterator[tuple[Frontier, Frontier]]:
+) -> Iterator[Pair]:
     """Frontiers of both lines as other seeds might have given them."""
-    columns_and_noise = [
-        (*columns(points, against), noise / np.sqrt([p.seeds for p in points])) for points in (line, base)
-    ]
+    models = [_on_frontier(points, against, noise) for points in (line, base)]
     for _ in range(RESAMPLES):
         first, second = (
-            _frontier_from(cost, error * np.exp(deviation * rng.standard_normal(error.size)), error)
-            for cost, error, deviation in columns_and_noise
+            Frontier(cost, np.minimum.accumulate(error * np.exp(deviation * rng.standard_normal(error.size))))
+            for cost, error, deviation in models
         )
         yield first, second
 
 
-def _frontier_from(cost: Array, error: Array, original: Array) -> Frontier:
-    """The frontier of resampled errors, of the models that were on the frontier before.
+def _on_frontier(points: Sequence[Point], against: Against, noise: float) -> tuple[Array, Array, Array]:
+    """Cost, error and noise of the models on a frontier.
 
-    With the membership fixed, a sample has the cost range of the original, and a lucky neighbor does not bias it.
+    A sample keeps the models of the frontier. So it spans the same costs, and a neighbor's luck does not bias it.
     """
-    kept = np.isin(cost, Frontier.through(cost, original).cost)
-    order = np.argsort(cost[kept])
-    return Frontier(cost[kept][order], np.minimum.accumulate(error[kept][order]))
-
-
-def common_window(*lines: Sequence[Point], against: Against = "macs") -> tuple[float, float]:
-    """The range of costs that all lines span, for fits whose exponents are to be compared.
-
-    Args:
-        *lines: Points of each line.
-        against: The cost: "macs" or "seconds".
-
-    Returns:
-        Smallest and largest cost.
-
-    Raises:
-        FitError: If the lines have no cost in common.
-    """
-    ranges = [columns(points, against)[0] for points in lines]
-    low, high = max(float(x.min()) for x in ranges), min(float(x.max()) for x in ranges)
-    if low >= high:
-        raise FitError(f"the lines have no {against} in common: add model sizes")
-    return low, high
+    frontier = Frontier.of(points, against)
+    pairs = list(zip(*columns(points, against), strict=True))
+    models = [points[pairs.index(pair)] for pair in zip(frontier.cost, frontier.error, strict=True)]
+    # Beyond this, samples would overflow; no two seeds of a model that can be compared differ by e^10.
+    return frontier.cost, frontier.error, np.minimum(noise / np.sqrt([p.seeds for p in models]), 10.0)

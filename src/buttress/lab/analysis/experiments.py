@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 
-from buttress.lab.analysis.lines import LineKey, Metric, tuned
+from buttress.lab.analysis.lines import Metric, tuned
 from buttress.lab.recipes import find
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
@@ -69,8 +69,7 @@ class Experiment:
             return "feature updates"
         if self.setting.trace:
             return "stability"
-        rates = max(Counter((LineKey.of(r.run), r.run.width, r.run.seed) for r in self.done).values())
-        return "learning rates" if rates > 1 else f"{'loss' if self.is_language else 'error'} against compute"
+        return "learning rates" if self.is_tuned else f"{'loss' if self.is_language else 'error'} against compute"
 
     @property
     def heading(self) -> str:

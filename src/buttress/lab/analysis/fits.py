@@ -15,7 +15,7 @@ import numpy as np
 
 from buttress import MissingExtraError
 from buttress.lab.analysis.frontier import Frontier
-from buttress.lab.analysis.point import UNITS, Against, Array, FitError, Point, columns
+from buttress.lab.analysis.point import UNITS, Against, Array, FitError, Point, columns, short
 
 Window = tuple[float, float]
 
@@ -70,7 +70,7 @@ class PowerLaw:
 
     def __str__(self) -> str:
         """For instance `0.119 ± 0.004 (95 %: 0.110 .. 0.128; 8 points, 9.4e4 .. 7.7e7 MACs)`."""
-        low, high = map(_short, self.window)
+        low, high = map(short, self.window)
         return (
             f"{self.exponent:.3f} ± {self.exponent_error:.3f} ({100 * self.level:g} %: {self.low:.3f} .. "
             f"{self.high:.3f}; {self.points} points, {low} .. {high} {UNITS[self.against]})"
@@ -386,9 +386,3 @@ def _exp(value: float) -> float:
     """exp, with infinity instead of an overflow: an interval may have no upper end."""
     with np.errstate(over="ignore"):
         return float(np.exp(value))
-
-
-def _short(x: float) -> str:
-    """9.4e4 for 94321."""
-    digits, power = f"{x:.1e}".split("e")
-    return f"{digits}e{int(power)}"

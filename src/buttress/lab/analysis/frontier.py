@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buttress.lab.analysis.point import Against, Array, Point, columns
+from buttress.lab.analysis.point import Against, Array, FitError, Point, columns
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Frontier:
     """
 
     cost: Array  # (points,), rising
-    error: Array  # (points,), falling
+    error: Array  # (points,), falling; in a sample of other seeds' errors, not rising
 
     @classmethod
     def of(cls, points: Sequence[Point], against: Against = "macs") -> Frontier:
@@ -34,8 +34,10 @@ class Frontier:
             The frontier.
 
         Raises:
-            FitError: If a point has no such cost, or a cost or error has no logarithm.
+            FitError: If there is no point, a point has no such cost, or a cost or error has no logarithm.
         """
+        if not points:
+            raise FitError("there are no points: add models")
         return cls.through(*columns(points, against))
 
     @classmethod
@@ -57,6 +59,36 @@ class Frontier:
         if not self.error[-1] <= error <= self.error[0]:
             return None
         return float(np.exp(np.interp(-math.log(error), -np.log(self.error), np.log(self.cost))))
+
+
+def mean_log_ratio(first: Frontier, second: Frontier) -> float | None:
+    """Mean of ln(error of the first / error of the second) over the costs that both span, on a logarithmic axis.
+
+    Returns:
+        The mean, or None if they have no cost in common.
+    """
+    start, end = max(first.cost[0], second.cost[0]), min(first.cost[-1], second.cost[-1])
+    if start > end:
+        return None
+    knots = np.array(sorted({float(x) for x in (*first.cost, *second.cost) if start <= x <= end}))
+    ratios = np.log([first.at(x) / second.at(x) for x in knots])
+    return mean_over_log(knots, ratios)
+
+
+def mean_over_log(x: Array, y: Array) -> float:
+    """Mean of a function that is straight between its points, over the logarithm of its argument.
+
+    Args:
+        x: Arguments, rising, (points,).
+        y: Values, (points,).
+
+    Returns:
+        The mean; the value itself if there is one point.
+    """
+    if len(x) == 1:
+        return float(y[0])
+    u = np.log(x)
+    return float((y[1:] + y[:-1]) / 2 @ np.diff(u) / (u[-1] - u[0]))
 
 
 def crossings(first: Frontier, second: Frontier) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
     """The points of each line by rising MACs, lines in the order of `ordered`.
 
     A point is the mean over seeds at the learning rate that is best for the metric, as in the paper. Its time is the
-    mean over the runs that had their device to themselves.
+    mean over the runs that had their device to themselves, of those with the newest version of this library: kernels
+    have become faster.
 
     Args:
         records: Run records; those of failed runs are ignored.
@@ -74,7 +76,7 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
         The points of each line.
     """
     sizes: dict[tuple[LineKey, int], dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
+    for record in {r.run: r for r in records}.values():
         if record.status == "done":
             sizes[LineKey.of(record.run), record.macs][record.run.lr].append(record)
 
@@ -84,10 +86,23 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
     lines: dict[LineKey, list[Point]] = defaultdict(list)
     for (key, macs), rates in sorted(sizes.items(), key=lambda item: item[0][1]):
         best = min(rates.values(), key=lambda seeds: fmean(errors(seeds)))
-        times = [training_seconds(r) for r in best if alone(r)]
+        times = _newest_times(best)
         by_seed = errors(best)
         lines[key].append(Point(macs, fmean(by_seed), fmean(times) if times else None, best[0].run.width, by_seed))
     return {key: lines[key] for key in ordered(lines)}
+
+
+def _newest_times(seeds: Iterable[Record]) -> list[float]:
+    """Training times of the runs that had their device to themselves, of the newest version among them."""
+    timed = [(_version(r), seconds) for r in seeds if alone(r) and (seconds := training_seconds(r)) is not None]
+    newest = max((version for version, _ in timed), default=())
+    return [seconds for version, seconds in timed if version == newest]
+
+
+def _version(record: Record) -> tuple[int, ...]:
+    """The version of this library that trained a run, without its suffix; empty if it is not recorded."""
+    release = re.match(r"\d{1,9}(\.\d{1,9}){0,3}", record.environment.get("buttress", ""))
+    return tuple(map(int, release[0].split("."))) if release else ()
 
 
 def tuned(records: Iterable[Record]) -> dict[LineKey, dict[int, list[Record]]]:
@@ -108,14 +123,14 @@ def alone(record: Record) -> bool:
     return record.environment.get("at_once", "1") == "1"
 
 
-def training_seconds(record: Record) -> float:
-    """Seconds of all steps of a run at its median time per step.
+def training_seconds(record: Record) -> float | None:
+    """Seconds of all steps of a run at its median time per step; None if that was not recorded.
 
     Compilation, checkpoints and tests are not included. The time of a whole run includes them and depends on what the
     process has compiled before.
     """
     milliseconds = record.results.get("step_ms", 0.0)
-    return record.run.steps * milliseconds / 1e3 if milliseconds > 0 else record.results["seconds"]
+    return record.run.steps * milliseconds / 1e3 if milliseconds > 0 else None
 
 
 def largest_activations(record: Record) -> list[tuple[int, float]]:

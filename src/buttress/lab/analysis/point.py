@@ -62,18 +62,27 @@ def columns(points: Sequence[Point], against: Against) -> tuple[Array, Array]:
         x = getattr(p, against)
         if x is None:
             raise FitError(f"{p} has no {against}: measure them, leave the point out, or use against='macs'")
-        if not (0 < x < math.inf and 0 < p.error < math.inf):
+        if not is_comparable(p, against):
             raise FitError(f"{p} has no logarithm: {against} and error must be above zero and finite; leave it out")
     x = np.array([getattr(p, against) for p in points], dtype=np.float64)
     return x, np.array([p.error for p in points], dtype=np.float64)
 
 
+def is_comparable(point: Point, against: Against) -> bool:
+    """Whether a point has a cost, and a cost and an error that have logarithms."""
+    x = getattr(point, against)
+    return x is not None and 0 < x < math.inf and 0 < point.error < math.inf
+
+
 def short_cost(cost: float, against: Against) -> str:
     """A cost for people: "43 s", "9.9e6 MACs"."""
-    if against == "seconds":
-        return f"{cost:.0f} {UNITS[against]}"
-    digits, power = f"{cost:.1e}".split("e")
-    return f"{digits}e{int(power)} {UNITS[against]}"
+    return f"{cost:.0f} s" if against == "seconds" else f"{short(cost)} MACs"
+
+
+def short(x: float) -> str:
+    """9.4e4 for 94321."""
+    digits, power = f"{x:.1e}".split("e")
+    return f"{digits}e{int(power)}"
 
 
 def seed_noise(points: Iterable[Point]) -> float | None:

@@ -2,8 +2,8 @@
 
 The error of larger and larger models approaches a floor, so in logarithms its curve bends, and the slope of a straight
 line depends on where it was fitted. A law with a floor describes curves of different ranges at once. Floor and exponent
-are nearly interchangeable within two or three decades, so one of them has to be common to all lines for the other to be
-compared.
+are nearly interchangeable within two or three decades: which of them differs between lines depends on which of them is
+held in common, so a law describes the points and proves neither.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buttress import MissingExtraError
-from buttress.lab.analysis.fits import MIN_SIZES, Difference
+from buttress.lab.analysis.comparison import Estimate
+from buttress.lab.analysis.fits import MIN_SIZES
 from buttress.lab.analysis.point import Against, Array, FitError, Point, columns, seed_noise
 
 Key = TypeVar("Key", bound=Hashable)
-Shared = Literal["floor", "exponent"]
+Shared = Literal["floor", "exponent", "nothing"]
 
 RESAMPLES = 200
 """Number of fits to errors as other seeds might have given them."""
@@ -30,50 +31,18 @@ STARTING_FLOORS = (0.0, 0.2, 0.4, 0.6)
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A fitted parameter."""
-
-    value: float
-    standard_error: float
-    """From the scatter about the law, which includes what the law does not describe."""
-    seed_error: float | None
-    """From the noise between seeds alone; None if it is unknown."""
-
-    def __str__(self) -> str:
-        seeds = "" if self.seed_error is None else f", seeds ± {self.seed_error:.2g}"
-        return f"{self.value:.3f} ± {self.standard_error:.2g}{seeds}"
-
-
-@dataclass(frozen=True)
 class SaturatingLaw(Generic[Key]):
-    """A law with a floor, fitted to several lines at once."""
+    """A law with a floor, fitted to several lines at once. Standard errors are those of the noise between seeds."""
 
     shared: Shared
     """The parameter that all lines have in common."""
     floors: Mapping[Key, Estimate]
     exponents: Mapping[Key, Estimate]
     scatter: float
-    """Standard deviation of ln(error) about the law."""
+    """Standard deviation of ln(error) about the law. Where it is larger than the noise between seeds, the curves have
+    another shape than the law."""
     degrees: int
     """Number of points minus number of parameters."""
-    _covariance: Array
-    _own: Mapping[Key, int]
-    """Index of each line's own floor or exponent among the parameters."""
-
-    def difference(self, first: Key, second: Key) -> Difference:
-        """Test whether two lines have the same value of the parameter that is not shared.
-
-        Args:
-            first: One line.
-            second: The other line.
-
-        Returns:
-            The value of `first` minus that of `second`, and the t-test that it is zero.
-        """
-        values = self.exponents if self.shared == "floor" else self.floors
-        i, j = self._own[first], self._own[second]
-        variance = self._covariance[i, i] + self._covariance[j, j] - 2 * self._covariance[i, j]
-        return Difference.test(values[first].value - values[second].value, math.sqrt(variance), self.degrees)
 
 
 def fit_saturating(
@@ -83,7 +52,7 @@ def fit_saturating(
 
     Args:
         lines: Points of each line, at three costs or more.
-        shared: Which parameter all lines have in common: "floor" or "exponent".
+        shared: Which parameter all lines have in common: "floor", "exponent" or "nothing".
         against: The cost x: "macs" or "seconds".
         seed: Seed of the resampling.
 
@@ -99,30 +68,24 @@ def fit_saturating(
     degrees = problem.log_error.size - best.x.size
     if degrees < 1:
         raise FitError(f"{problem.log_error.size} points do not determine {best.x.size} parameters: add model sizes")
-    scatter = math.sqrt(2 * best.cost / degrees)
-    covariance = np.linalg.pinv(best.jac.T @ best.jac) * scatter**2
-    errors = np.sqrt(np.diag(covariance))
-    seed_errors = problem.seed_errors(best.x, seed_noise(p for line in lines.values() for p in line), seed)
+    noise = seed_noise(p for line in lines.values() for p in line)
+    errors = problem.seed_errors(best.x, noise, seed)
 
     def estimate(index: int) -> Estimate:
-        return Estimate(
-            float(best.x[index]), float(errors[index]), None if seed_errors is None else float(seed_errors[index])
-        )
+        return Estimate(float(best.x[index]), None if errors is None else float(errors[index]))
 
     return SaturatingLaw(
         shared=shared,
         floors={key: estimate(problem.floor_index(i)) for i, key in enumerate(lines)},
         exponents={key: estimate(problem.exponent_index(i)) for i, key in enumerate(lines)},
-        scatter=scatter,
+        scatter=math.sqrt(2 * best.cost / degrees),
         degrees=degrees,
-        _covariance=covariance,
-        _own={key: 1 + i for i, key in enumerate(lines)},
     )
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Least squares for one vector of parameters: the shared one, then each line's own, then each ln(scale).
+    """Least squares for one vector of parameters: the floors, the exponents, and ln(scale) of each line.
 
     Scales are those at the mean of ln(x), which makes them nearly independent of the exponents.
     """
@@ -146,18 +109,32 @@ class _Problem:
         log_cost = np.log(cost) - np.log(cost).mean()
         return cls(shared, len(lines), line, log_cost, np.log(error), np.array([p.seeds for p in every], np.float64))
 
+    @property
+    def floors(self) -> int:
+        """Number of floors."""
+        return 1 if self.shared == "floor" else self.count
+
+    @property
+    def exponents(self) -> int:
+        """Number of exponents."""
+        return 1 if self.shared == "exponent" else self.count
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return self.floors + self.exponents + self.count
+
     def floor_index(self, line: int) -> int:
-        return 0 if self.shared == "floor" else 1 + line
+        return line % self.floors
 
     def exponent_index(self, line: int) -> int:
-        return 1 + line if self.shared == "floor" else 0
+        return self.floors + line % self.exponents
 
     def predict(self, parameters: Array) -> Array:
         """ln(error) of every point, (points,)."""
-        own = parameters[1 + self.line]
-        common = np.broadcast_to(parameters[0], own.shape)
-        floor, exponent = (common, own) if self.shared == "floor" else (own, common)
-        return np.log(floor + np.exp(parameters[1 + self.count + self.line] - exponent * self.log_cost))
+        floors, exponents, scales = np.split(parameters, [self.floors, self.floors + self.exponents])
+        floor, exponent = floors[self.line % self.floors], exponents[self.line % self.exponents]
+        return np.log(floor + np.exp(scales[self.line] - exponent * self.log_cost))
 
     def solve(self, log_error: Array, start: Array | None = None) -> Any:
         """The best fit to errors, from a start or from several floors."""
@@ -166,18 +143,17 @@ class _Problem:
         except ImportError:
             raise MissingExtraError("fitting a law with a floor needs scipy: pip install 'buttress[lab]'") from None
         starts = [start] if start is not None else [self._start(share) for share in STARTING_FLOORS]
-        lower = np.full(1 + 2 * self.count, -np.inf)
-        lower[[self.floor_index(i) for i in range(self.count)]] = 0.0
+        lower = np.full(self.size, -np.inf)
+        lower[: self.floors] = 0.0
         fits = [least_squares(lambda p: self.predict(p) - log_error, s, bounds=(lower, np.inf)) for s in starts]
         return min(fits, key=lambda fit: fit.cost)
 
     def _start(self, share: float) -> Array:
         """Parameters with floors at a share of the lowest error."""
         lowest = float(np.exp(self.log_error.min()))
-        start = np.full(1 + 2 * self.count, math.log(lowest))
-        for i in range(self.count):
-            start[self.exponent_index(i)] = 0.2
-            start[self.floor_index(i)] = share * lowest + 1e-3
+        start = np.full(self.size, math.log(lowest))
+        start[: self.floors] = share * lowest + 1e-3
+        start[self.floors : self.floors + self.exponents] = 0.2
         return start
 
     def seed_errors(self, best: Array, noise: float | None, seed: int) -> Array | None:

@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from html import escape
 
 from buttress.lab.analysis import figures, published
-from buttress.lab.analysis.comparison import common_window
+from buttress.lab.analysis.comparison import compare
 from buttress.lab.analysis.experiments import Experiment
 from buttress.lab.analysis.figures import LineStyles
-from buttress.lab.analysis.fits import MIN_SIZES, difference, fit, saving
+from buttress.lab.analysis.fits import MIN_SIZES, fit, saving
 from buttress.lab.analysis.lines import BASELINE, Metric, label, points
 from buttress.lab.analysis.page import html_figure, html_folded, html_row, html_table
 from buttress.lab.analysis.point import FitError, Point
@@ -155,10 +155,13 @@ def _fits(e: Experiment) -> str:
 def _comparison(line: Sequence[Point], base: Sequence[Point]) -> list[str]:
     """The difference of two exponents on the MACs that both lines span, and the saving of MACs."""
     try:
-        apart = difference(line, base, window=common_window(line, base))
-        exponents = f"{apart.estimate:+.3f} (p = {apart.p_value:.2g})"
+        trend = compare(line, base).trend
     except FitError:
-        exponents = "too few sizes in common"
+        trend = None
+    exponents = "no MACs in common"
+    if trend is not None:
+        error = "" if trend.standard_error is None else f" ± {trend.standard_error:.3f}"
+        exponents = f"{-trend.value:+.3f}{error}"
     try:
         less = saving(line, base)
         factor = f"{less.ratio:.3g}× ({less.low:.2g} .. {less.high:.2g}) at {less.error:.3g} %"

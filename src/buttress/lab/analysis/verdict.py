@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from buttress.lab.analysis.comparison import Comparison, compare
+from buttress.lab.analysis.comparison import Comparison, Crossing, compare_all
+from buttress.lab.analysis.frontier import Frontier, mean_log_ratio
 from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, points
-from buttress.lab.analysis.point import Against, FitError, Point, seed_noise
+from buttress.lab.analysis.point import Against, Point, is_comparable
 from buttress.lab.runs.records import Record
 
 NAMES: dict[Metric, tuple[str, str, int]] = {
@@ -17,6 +18,8 @@ NAMES: dict[Metric, tuple[str, str, int]] = {
 }
 """Name, unit and decimals of each metric in a sentence."""
 
+Lines = Mapping[LineKey, Sequence[Point]]
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -25,25 +28,39 @@ class Verdict:
     text: str
     """One sentence about equal MACs and, if times were measured, one about equal training time."""
     certainty: str
-    """Where the uncertainties come from, or that they are unknown."""
+    """Where the uncertainties come from, or that they are unknown, and which models were left out."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """All lines compared with the dense models by one metric at equal cost."""
+    """A line compared with the dense models by one metric."""
 
     metric: Metric
-    comparisons: Mapping[LineKey, Comparison]
+    key: LineKey
+    """The line that leads the structured ones."""
+    comparison: Comparison
 
     @property
-    def best(self) -> LineKey:
-        """The line that is lowest on average, relative to dense."""
-        return min(self.comparisons, key=lambda key: self.comparisons[key].mean)
+    def name(self) -> str:
+        return NAMES[self.metric][0]
 
-    @property
-    def final(self) -> LineKey:
-        """The line that is lowest relative to dense at the largest cost that both span."""
-        return min(self.comparisons, key=lambda key: self.comparisons[key].gaps[-1].difference)
+    def amount(self, value: float, standard_error: float | None = None, at: str = "") -> str:
+        """A distance with its unit, such as "2.6 points at 88 s (± 0.2)"."""
+        _, unit, decimals = NAMES[self.metric]
+        error = "" if standard_error is None else f" (± {standard_error:.{decimals}f})"
+        return f"{abs(value):.{decimals}f} {unit}{at}{error}"
+
+    def span(self) -> str:
+        """The range of differences from dense, such as "5.2 to 7.6 points below dense (± 0.3)"."""
+        _, unit, decimals = NAMES[self.metric]
+        low, high = self.comparison.range
+        if low < 0 < high:
+            text = f"{self.amount(low)} below to {self.amount(high)} above"
+        else:
+            distances = sorted({f"{abs(x):.{decimals}f}" for x in (low, high)}, key=float)
+            text = f"{' to '.join(distances)} {unit} {'above' if high > 0 else 'below'}"
+        error = self.comparison.standard_error
+        return f"{text} dense" + ("" if error is None else f" (± {error:.{decimals}f})")
 
 
 def verdict(records: Iterable[Record], metrics: Sequence[Metric] = ("train_error", "test_error")) -> Verdict | None:
@@ -66,10 +83,72 @@ def verdict(records: Iterable[Record], metrics: Sequence[Metric] = ("train_error
         sentences.append("At equal training time, " + "; ".join(map(_at_equal_time, contests["seconds"])) + ".")
     else:
         sentences.extend(_without_common_time(lines[metrics[0]]))
-    return Verdict(" ".join(sentences), _certainty(lines.values()))
+    return Verdict(" ".join(sentences), " ".join(_certainty(lines.values())))
 
 
-def _without_common_time(lines: Mapping[LineKey, Sequence[Point]]) -> Iterator[str]:
+def leading_line(lines: Lines, against: Against) -> LineKey | None:
+    """The structure to compare with dense in a sentence or a figure.
+
+    Args:
+        lines: Points of each line.
+        against: The cost. At equal MACs the line leads that has the lower mean error in most pairs of lines, each on
+            the costs that both span; at equal time the one that reaches the lowest error, since short runs are small
+            models, where the time does not depend on the structure.
+
+    Returns:
+        The line, or None if there is none next to the dense models.
+    """
+    usable = {key: [p for p in line if is_comparable(p, against)] for key, line in lines.items()}
+    frontiers = {key: Frontier.of(line, against) for key, line in usable.items() if line}
+    candidates = [key for key in frontiers if key != BASELINE]
+    if not candidates:
+        return None
+    if against == "seconds":
+        return min(candidates, key=lambda key: frontiers[key].error[-1])
+
+    def rank(key: LineKey) -> tuple[int, float]:
+        ratios = {other: mean_log_ratio(frontiers[key], frontiers[other]) for other in frontiers if other != key}
+        return sum((ratio or 0) > 0 for ratio in ratios.values()), ratios.get(BASELINE) or 0.0
+
+    return min(candidates, key=rank)
+
+
+def _contests(lines: Mapping[Metric, Lines], against: Against) -> Iterator[Contest]:
+    for metric, by_key in lines.items():
+        comparisons = compare_all(by_key, BASELINE, against=against)
+        key = leading_line({k: by_key[k] for k in by_key if k in comparisons or k == BASELINE}, against)
+        if key is not None:
+            yield Contest(metric, key, comparisons[key])
+
+
+def _at_equal_macs(contest: Contest) -> str:
+    if contest.comparison.mean >= 0:
+        return f"dense has the lowest {contest.name} ({contest.key.label} comes nearest, {contest.span()})"
+    return f"{contest.key.label} has the lowest {contest.name}, {contest.span()}"
+
+
+def _at_equal_time(contest: Contest) -> str:
+    label, name, comparison = contest.key.label, contest.name, contest.comparison
+    last, crossing = comparison.gaps[-1], comparison.crossing
+    end = contest.amount(last.difference, last.standard_error, f" at {last.cost:.0f} s")
+    if last.difference >= 0:
+        return f"dense has the lowest {name} ({label} comes nearest, behind by {end})"
+    if crossing is None:
+        return f"{label} has the lower {name} from {comparison.gaps[0].cost:.0f} s on, ahead of dense by {end}"
+    where = f"{crossing.cost:.0f} s{_interval(crossing)}"
+    if comparison.sign_changes > 1:
+        return f"{label} has the lower {name} for good beyond {where}, by {end}"
+    return f"dense has the lower {name} up to {where} and {label} beyond, by {end}"
+
+
+def _interval(crossing: Crossing) -> str:
+    if crossing.low is None:
+        return ""
+    end = "longer than any run" if crossing.high is None else f"{crossing.high:.0f} s"
+    return f" (95 %: {crossing.low:.0f} to {end})"
+
+
+def _without_common_time(lines: Lines) -> Iterator[str]:
     """A sentence on training times that were measured but do not overlap."""
     times = {key: [p.seconds for p in line if p.seconds is not None] for key, line in lines.items()}
     dense = times.pop(BASELINE)
@@ -79,67 +158,17 @@ def _without_common_time(lines: Mapping[LineKey, Sequence[Point]]) -> Iterator[s
         yield f"At equal training time there is no comparison: dense models took {spans[0]}, the others {spans[1]}."
 
 
-def _contests(lines: Mapping[Metric, Mapping[LineKey, list[Point]]], against: Against) -> Iterator[Contest]:
-    for metric, by_key in lines.items():
-        measured = {key: _with_cost(line, against) for key, line in by_key.items()}
-        noise = seed_noise(p for line in by_key.values() for p in line)
-        base = measured.pop(BASELINE, [])
-        comparisons = {}
-        for key, line in measured.items():
-            if line and base:
-                try:
-                    comparisons[key] = compare(line, base, against=against, noise=noise)
-                except FitError:  # no common cost
-                    continue
-        if comparisons:
-            yield Contest(metric, comparisons)
-
-
-def _with_cost(line: Iterable[Point], against: Against) -> list[Point]:
-    return [p for p in line if getattr(p, against) is not None]
-
-
-def _at_equal_macs(contest: Contest) -> str:
-    name, unit, decimals = NAMES[contest.metric]
-    comparison = contest.comparisons[contest.best]
-    margin = f"{_span(*comparison.range, decimals, unit)} dense{_error(comparison.standard_error)}"
-    if comparison.mean >= 0:
-        return f"dense has the lowest {name} ({contest.best.label} comes nearest, {margin})"
-    return f"{contest.best.label} has the lowest {name}, {margin}"
-
-
-def _at_equal_time(contest: Contest) -> str:
-    name, unit, decimals = NAMES[contest.metric]
-    key = contest.final
-    comparison = contest.comparisons[key]
-    last, crossing = comparison.gaps[-1], comparison.crossing
-    end = f"{abs(last.difference):.{decimals}f} {unit} at {last.cost:.0f} s{_error(last.standard_error)}"
-    if last.difference >= 0:
-        return f"dense has the lowest {name} ({key.label} comes nearest, behind by {end})"
-    if crossing is None:
-        return f"{key.label} has the lower {name} from {comparison.gaps[0].cost:.0f} s on, ahead of dense by {end}"
-    known = crossing.low is not None and crossing.high is not None
-    interval = f" (95 %: {crossing.low:.0f} to {crossing.high:.0f} s)" if known else ""
-    return f"dense has the lower {name} up to {crossing.cost:.0f} s{interval} and {key.label} beyond, by {end}"
-
-
-def _span(low: float, high: float, decimals: int, unit: str) -> str:
-    """A range of differences, such as "5.2 to 7.6 points below", the smaller distance first."""
-    if low < 0 < high:
-        return f"{-low:.{decimals}f} {unit} below to {high:.{decimals}f} {unit} above"
-    distances = sorted({f"{abs(x):.{decimals}f}" for x in (low, high)}, key=float)
-    return f"{' to '.join(distances)} {unit} {'above' if high > 0 else 'below'}"
-
-
-def _error(standard_error: float | None) -> str:
-    return "" if standard_error is None else f" (± {standard_error:.1g})"
-
-
-def _certainty(lines: Iterable[Mapping[LineKey, Sequence[Point]]]) -> str:
-    seeds = [p.seeds for by_key in lines for line in by_key.values() for p in line]
+def _certainty(lines: Iterable[Lines]) -> Iterator[str]:
+    models = [p for by_key in lines for line in by_key.values() for p in line]
+    seeds = [p.seeds for p in models]
     if max(seeds) == 1:
-        return "One seed per model: the noise between seeds is not known."
-    return (
-        f"{min(seeds)} to {max(seeds)} seeds per model. ± is the largest standard error of a difference, from the "
-        "noise between seeds; errors between two models are interpolated."
-    )
+        yield "One seed per model: the noise between seeds is not known."
+    else:
+        yield (
+            f"{min(seeds)} to {max(seeds)} seeds per model. ± is the largest standard error of a difference. It and "
+            "the intervals contain the noise between seeds alone, neither that of the clock nor the error of "
+            "interpolating between sizes."
+        )
+    left_out = sum(not is_comparable(p, "macs") for p in models)
+    if left_out:
+        yield f"{left_out} results without a logarithm, such as an error of zero, are left out."

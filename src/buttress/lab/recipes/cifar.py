@@ -193,7 +193,7 @@ def vit_scaling() -> Iterator[Run]:
     """Error against MACs of the ViT on CIFAR-10, dense and five structures: figure 4 of the paper.
 
     30 runs of 39,000 steps of 256 images; for a GPU. The figure shows CIFAR-100, which task=cifar100 selects. Expect
-    BTT's error to fall fastest with MACs.
+    BTT to err least at equal MACs.
     """
     for structure, widths in VIT_WIDTHS.items():
         layers: Layers = "hidden" if structure.startswith("low") else "all"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from buttress.lab.analysis.comparison import compare
+from buttress.lab.analysis.comparison import compare_all
 from buttress.lab.analysis.figures.line_styles import LineStyle, LineStyles
 from buttress.lab.analysis.figures.style import (
     AXIS_LABELS,
@@ -23,6 +23,7 @@ from buttress.lab.analysis.figures.style import (
 from buttress.lab.analysis.frontier import Frontier
 from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, points
 from buttress.lab.analysis.point import Against, FitError, Point, short_cost
+from buttress.lab.analysis.verdict import leading_line
 from buttress.lab.runs.records import Record
 
 COLUMNS = 2
@@ -95,15 +96,9 @@ def _draw(axes: Any, key: LineKey, line: Sequence[Point], against: Against, styl
 
 
 def _mark_crossing(axes: Any, lines: dict[LineKey, list[Point]], against: Against) -> None:
-    best = min(
-        (key for key in lines if key != BASELINE), key=lambda key: min(p.error for p in lines[key]), default=None
-    )
-    if best is None or BASELINE not in lines:
-        return
-    try:
-        crossing = compare(lines[best], lines[BASELINE], against=against).crossing
-    except FitError:  # no common cost
-        return
+    key = leading_line(lines, against)
+    comparison = compare_all(lines, BASELINE, against=against).get(key) if key is not None else None
+    crossing = comparison.crossing if comparison is not None else None
     if crossing is None:
         return
     axes.axvline(crossing.cost, color="0.4", lw=1, ls=":")
