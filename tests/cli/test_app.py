@@ -24,7 +24,7 @@ SURFACE = {
     "sweep": "recipe settings --runs --data --device --workers --interleave --on --address --cpus-per-run "
     "--gpus-per-run --compile --json",
     "sample": "folder --prompt --tokens --temperature --top --seed --data --device",
-    "records": "runs out --recipe",
+    "records": "runs out settings --recipe",
     "report": "runs --out --title",
     "demo": "--runs --workers",
     "bench": "d_in d_out --tokens --device --forward --json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs buttress[lab]")
 
 from buttress.cli.sweeping import engine_of
-from buttress.lab.recipes import recipes
+from buttress.lab.recipes import find, recipes
 from buttress.lab.runs.config import ConfigError
-from buttress.lab.runs.records import read_records, write_records
+from buttress.lab.runs.records import Record, read_records, write_records
 from buttress.lab.runs.store import Store
 from buttress.lab.sweeps.interleaved import Interleaved
 from buttress.lab.sweeps.local import Local
@@ -48,6 +49,20 @@ def test_records_are_gathered(tmp_path: Path, invoke: Invoke) -> None:
     done = invoke("records", str(tmp_path / "runs"), str(out), "--recipe", "digits")
     assert done.code == 2
     assert "holds no record of the recipe digits" in done.err
+
+
+def test_records_of_a_recipe_at_another_seed(tmp_path: Path, invoke: Invoke) -> None:
+    runs = find("digits").runs()
+    results = study()[0].results
+    for seed in (0, 1):
+        Store(tmp_path / "runs").put(Record(replace(runs[0], seed=seed), "done", results))
+    out = tmp_path / "seed-1.jsonl"
+    done = invoke("records", str(tmp_path / "runs"), str(out), "seed=1", "--recipe", "digits")
+    assert done.code == 0, done.err
+    assert [r.run.seed for r in read_records(out)] == [1]
+    done = invoke("records", str(tmp_path / "runs"), str(out), "seed=1")
+    assert done.code == 2
+    assert "add --recipe" in done.err
 
 
 def test_the_report_has_a_title(tmp_path: Path, invoke: Invoke) -> None:

@@ -143,6 +143,7 @@ def demo(
 def records(
     runs: Annotated[Path, typer.Argument(help="Folder that stores the runs.")],
     out: Annotated[Path, typer.Argument(help="Records file to write, such as results/mine.jsonl.")],
+    settings: Settings = None,
     recipe: Annotated[
         str | None, typer.Option(help="Recipe whose runs to gather. Default: all runs in the folder.")
     ] = None,
@@ -151,9 +152,11 @@ def records(
 
     A run folder that contains such a file counts its runs as done: `report` shows them and `sweep` skips them. Damaged
     records are skipped and named, and the exit code is then 1.
-    Example: `buttress records runs results/scaling.jsonl --recipe mlp-scaling`
+    Example: `buttress records runs results/scaling.jsonl seed=1 --recipe mlp-scaling`
     """
-    keys = {run.key for run in find(recipe).runs()} if recipe else None
+    if settings and not recipe:
+        raise ConfigError("settings select runs of a recipe: add --recipe, or leave them out to gather all runs")
+    keys = {with_fields(run, settings or []).key for run in find(recipe).runs()} if recipe else None
     store = Store(runs)
     gathered = [r for r in store if keys is None or r.run.key in keys]
     if not gathered:
