@@ -23,6 +23,22 @@ def test_any_leading_shape(structure, d_in, d_out, leading):
     torch.testing.assert_close(y, oracle(layer, x))
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_recomputing_stores_the_input_and_the_factors_alone(normalize):
+    layer = bt.StructuredLinear(64, 64, bt.BTT(rank=4), normalize=normalize)
+    x = torch.randn(70, 64, requires_grad=True)
+    sizes, results = {}, {}
+    for recompute in (False, True):
+        layer.recompute = recompute
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+            y = layer(x)
+        sizes[recompute] = sum(t.numel() for t in saved)
+        results[recompute] = [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+    assert sizes[False] - sizes[True] == 70 * 64 * 4, "the intermediate"
+    torch.testing.assert_close(results[True], results[False])
+
+
 @each
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)], ids=str)
 def test_empty_batch(structure, d_in, d_out, leading):
