@@ -22,7 +22,7 @@ DOCS = Path(__file__).parent
 TABLES: dict[str, Callable[[], str]] = (
     layer_speed.TABLES | cifar.TABLES | cifar_comparison.TABLES | gpt2.TABLES | compression.TABLES | versions.TABLES
 )  # fmt: skip
-FIGURES = cifar.FIGURES | gpt2.FIGURES
+FIGURES = layer_speed.FIGURES | cifar.FIGURES | gpt2.FIGURES
 BLOCK = re.compile(r"(<!-- ([\w-]+) -->\n)(?:(?!<!-- [\w-]+ -->).)*?(<!-- end -->)", re.DOTALL)
 
 

@@ -34,6 +34,7 @@ AREAS = (
     "plans",
     "records",
     "tokens",
+    "packed",
     "checkpoints",
     "transformers_folders",
     "timm_folders",

@@ -19,7 +19,7 @@ from buttress.lab.training.loop import Watch, train
 RUN = Run(task="digits", width=8, depth=1, lr=1e-2, batch=16, steps=6, structure="btt(rank=2)", trace=2)
 """A run with a checkpoint and lines in the log after every second step."""
 OTHER = replace(RUN, seed=1)
-TIMES = {"seconds", "step_ms", "examples_per_second"}
+TIMES = {"seconds", "step_ms", "compile_seconds", "examples_per_second"}
 """Results that differ between two trainings of one run."""
 
 

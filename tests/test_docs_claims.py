@@ -99,3 +99,22 @@ def test_distance_from_the_published_errors() -> None:
     assert f"up to {-min(test['dense']):.1f} points better in test error" in CIFAR
     worse = train["tensor_train(rank=16)"]
     assert f"Tensor-Train comes out {-max(worse):.1f} to {-min(worse):.1f} points better" in CIFAR
+
+
+def test_time_of_a_layer_at_equal_macs() -> None:
+    from generation.layer_speed import nanoseconds
+    from generation.records import rows
+
+    import buttress as bt
+
+    page = (DOCS / "results/layer-speed.md").read_text()
+    square = {(r["structure"], int(r["d_in"])): r for r in rows("h200/layers.csv") if r["d_in"] == r["d_out"]}
+    times = []
+    for width, dense_width in ((1024, 512), (16384, 4096)):
+        macs = bt.parse("btt(rank=4)").chain(width, width).macs
+        assert macs == dense_width**2
+        assert f"at {macs:,} MACs" in page or f"at {macs / 1e6:.1f} million" in page
+        ours = nanoseconds(square["btt(rank=4)", width], "both_ms")
+        times.append(ours / nanoseconds(square["btt", dense_width], "linear_both_ms"))
+    assert f"takes {times[0]:.1f} times as long" in page
+    assert f"and {times[1]:.1f} times as long" in page

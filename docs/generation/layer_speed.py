@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import buttress as bt
+from buttress.lab.analysis.figures import LineStyles
+from buttress.lab.analysis.figures.style import (
+    Figure,
+    add_legend,
+    new_panels,
+    set_cost_ticks,
+    set_log_axes,
+    set_plain_ticks,
+    set_title,
+)
+from buttress.lab.analysis.lines import BASELINE, LineKey
 
 from .markdown import milliseconds, ratio, table
 from .records import RESULTS, rows
@@ -128,6 +142,43 @@ def cpu_table() -> str:
     )
     return table("structure | width | speedup over nn.Linear", cells)
 
+
+PASSES = {"forward": "Forward pass", "both": "Training step"}
+"""Columns of times in layers.csv, and their names."""
+
+
+def time_figure() -> Figure:
+    """Time per token of square layers against their MACs, of each structure and of nn.Linear."""
+    square = sorted((r for r in rows("h200/layers.csv") if r["d_in"] == r["d_out"]), key=lambda r: int(r["d_in"]))
+    structures = list(dict.fromkeys(r["structure"] for r in square))
+    styles = LineStyles([BASELINE, *map(LineKey, structures)])
+    figure, panels = new_panels(len(PASSES), size=(4.6, 3.6))
+    for panel, (column, name) in zip(panels, PASSES.items(), strict=True):
+        dense = {int(r["d_in"]): nanoseconds(r, f"linear_{column}_ms") for r in square}
+        style = styles[BASELINE]
+        panel.plot([w * w for w in dense], list(dense.values()), **style.line | style.points, label="nn.Linear")
+        for structure in structures:
+            line = [r for r in square if r["structure"] == structure]
+            macs = [bt.parse(structure).chain(int(r["d_in"]), int(r["d_out"])).macs for r in line]
+            style = styles[LineKey(structure)]
+            panel.plot(
+                macs, [nanoseconds(r, f"{column}_ms") for r in line], **style.line | style.points, label=structure
+            )
+        panel.set(xlabel="MACs per token", ylabel="nanoseconds per token")
+        set_title(panel, name)
+        set_log_axes(panel, "xy")
+        set_plain_ticks(panel)
+        set_cost_ticks(panel)
+    add_legend(panels[0])
+    return figure
+
+
+def nanoseconds(row: dict[str, Any], column: str) -> float:
+    """Time per token of a column in milliseconds per pass."""
+    return 1e6 * float(row[column]) / int(row["tokens"])
+
+
+FIGURES = {"layer_time.png": time_figure}
 
 TABLES = {
     "speed": summary_table,

@@ -40,8 +40,9 @@ class TestRuns:
             assert Run.from_dict(row["fields"]).key == row["key"]
 
     def test_keys_of_recipes(self) -> None:
+        """A recipe may have got further runs; those it had still have the same keys, so that they are not repeated."""
         for name, keys in run_keys()["recipes"].items():
-            assert [run.key for run in recipes()[name].runs()] == keys, name
+            assert set(keys) <= {run.key for run in recipes()[name].runs()}, name
 
     def test_records(self) -> None:
         with pytest.warns(FileWarning, match=r"records\.jsonl: 2 records have no checksum, as version 0.1 wrote them"):

@@ -15,9 +15,10 @@ import pytest
 pytest.importorskip("matplotlib", reason="figures need buttress[lab]")
 
 import buttress as bt
+from buttress.lab.analysis import figures, published
 from buttress.lab.analysis.report import report
 from buttress.lab.analysis.sections import command
-from buttress.lab.recipes import cifar
+from buttress.lab.recipes import cifar, find
 from buttress.lab.runs.config import Run, with_fields
 from buttress.lab.runs.records import Record, read_records
 from buttress.lab.runs.store import Store
@@ -83,6 +84,38 @@ class TestReport:
         assert "Hollow: published." in text
         for other in ({}, {"task": "cifar10"}, setting | {"steps": 100}):
             assert "Hollow" not in report(study(**other), tmp_path / "other.html").read_text()
+
+    @pytest.mark.parametrize("task", ["cifar10", "cifar100"])
+    def test_published_points_are_those_of_the_data_set(
+        self, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        drawn: list[object] = []
+        scaling = figures.scaling
+
+        def spy(*args: Any, **options: Any) -> Any:
+            drawn.append(options["published"])
+            return scaling(*args, **options)
+
+        monkeypatch.setattr(figures, "scaling", spy)
+        setting = {f.name: getattr(cifar.MLP, f.name) for f in fields(Run) if f.name not in ("structure", "width")}
+        assert "Hollow: published." in report(study(**setting | {"task": task}), tmp_path / "page.html").read_text()
+        assert drawn == [published.MLP[task].train_error, published.MLP[task].test_error]
+
+    def test_variants_get_their_figures(self, tmp_path: Path) -> None:
+        text = report(study(), tmp_path / "page.html").read_text()
+        assert "Variants of a structure" not in text
+        variants = [record("btt(rank=2)", width, 20.0) for width in (64, 128)]
+        text = report([*study(), *variants], tmp_path / "page.html").read_text()
+        assert "against width for several values of a structure's options".replace("'", "&#x27;") in text
+        naive = [record("btt", width, 40.0, aware=False) for width in (64, 128)]
+        text = report([*study(), *naive], tmp_path / "page.html").read_text()
+        assert "with structure-aware and with naive learning rates" in text
+
+    def test_choices_of_the_authors_are_compared_across_experiments(self, tmp_path: Path) -> None:
+        runs = [replace(record(r.structure, r.width, 40.0), run=r) for r in find("mlp-differences").runs()]
+        text = report([*study(), *runs], tmp_path / "page.html").read_text()
+        assert text.count("<h2>Choices of the authors</h2>") == 1
+        assert "Choices of the authors" not in report(study(), tmp_path / "page.html").read_text()
 
     def test_learning_rates_get_their_own_figure(self, tmp_path: Path) -> None:
         tuned = [record("btt", w, 30 + abs(lr - 3e-3) * 1e3, lr=lr) for w in (64, 256) for lr in (1e-3, 3e-3, 1e-2)]

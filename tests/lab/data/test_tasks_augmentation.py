@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from typing import get_args
 
-from buttress.lab.data.augment import crops, draw_uniforms, enlarge, random_resized_crop
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from buttress.lab.data.augment import crops, draw_uniforms, enlarge, mix, random_resized_crop
+from buttress.lab.runs.config import Resample
 
 
 class TestAugmentation:
@@ -37,12 +42,46 @@ class TestAugmentation:
             np.testing.assert_allclose(found[0, 0].numpy(), np.round(want), atol=1)
             assert (np.abs(found[0, 0].numpy() - want) <= 0.5 + 1e-3).all()
 
+    def test_bilinear_enlarging_is_torch_s_on_the_cut_crop(self) -> None:
+        images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+        boxes = [(0, 0, 32, 32), (2, 3, 7, 5), (1, 4, 31, 8), (31, 31, 1, 1), (0, 21, 32, 11), (13, 0, 19, 32)]
+        boxes += [(*start, *extent) for start, extent in zip(*_integer_crops(200), strict=True)]
+        top, left, height, width = torch.tensor(boxes, dtype=torch.float32).T
+        index, flip = torch.arange(len(boxes)) % 4, torch.arange(len(boxes)) % 3 == 0
+        found = enlarge(images, index, torch.stack((top, left)), torch.stack((height, width)), flip, "bilinear")
+        for i, (t, l, h, w) in enumerate(boxes):
+            crop = images[index[i], :, t : t + h, l : l + w].double()
+            want = F.interpolate(crop[None], size=(32, 32), mode="bilinear", align_corners=False, antialias=False)[0]
+            want = want.flip(-1) if flip[i] else want
+            # Halves may be rounded either way.
+            assert ((found[i] - want).abs() <= 0.5 + 1e-3).all(), boxes[i]
+
+    def test_the_two_ways_to_resample_share_their_crops(self) -> None:
+        ramp = torch.arange(32, dtype=torch.uint8).mul(8).expand(1, 1, 32, 32).contiguous()
+        index, uniforms = torch.zeros(500, dtype=torch.long), _uniforms(500, seed=1)
+        area, bilinear = (random_resized_crop(ramp, index, uniforms, way) for way in get_args(Resample))
+        # On a ramp the two differ by less than two source pixels, and by something.
+        assert (area - bilinear).abs().max() < 16
+        assert not torch.equal(area, bilinear)
+
+    @pytest.mark.parametrize("resample", ["area", "bilinear"])
+    def test_it_compiles_into_one_graph(self, resample: Resample) -> None:
+        images, index = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8), torch.arange(5)
+        share = torch.tensor(0.3)
+
+        def augment(uniforms: torch.Tensor) -> torch.Tensor:
+            return mix(random_resized_crop(images, index, uniforms, resample), share).floor()
+
+        compiled = torch.compile(augment, backend="aot_eager", fullgraph=True, dynamic=False)
+        assert torch.equal(compiled(_uniforms(5, seed=3)), augment(_uniforms(5, seed=3)))
+
     def test_the_whole_image_is_left_as_it_is(self) -> None:
         images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
         index, corner, whole = torch.tensor([4, 0, 4]), torch.zeros(2, 3), torch.full((2, 3), 32.0)
         chosen = images[index].float()
-        assert torch.equal(enlarge(images, index, corner, whole, torch.zeros(3, dtype=torch.bool)), chosen)
-        assert torch.equal(enlarge(images, index, corner, whole, torch.ones(3, dtype=torch.bool)), chosen.flip(-1))
+        for way in get_args(Resample):
+            for flip, want in ((False, chosen), (True, chosen.flip(-1))):
+                assert torch.equal(enlarge(images, index, corner, whole, torch.full((3,), flip), way), want)
 
     def test_where_no_draw_fits_the_whole_image_is_taken(self) -> None:
         uniforms = _uniforms(2, seed=0)
@@ -63,6 +102,11 @@ class TestAugmentation:
 
 def _uniforms(count: int, *, seed: int) -> torch.Tensor:
     return draw_uniforms(count, torch.Generator().manual_seed(seed), torch.device("cpu"))
+
+
+def _integer_crops(count: int) -> tuple[list[list[int]], list[list[int]]]:
+    start, extent = crops(_uniforms(count, seed=2), 32)
+    return start.int().T.tolist(), extent.int().T.tolist()
 
 
 def _area(rows: np.ndarray, size: int) -> np.ndarray:

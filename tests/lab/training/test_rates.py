@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from buttress.lab.data import load
 from buttress.lab.training.rates import schedule_factors
+from buttress.lab.training.trainer import Trainer
 from lab_runs import SMALL
 
 
@@ -15,3 +18,25 @@ def test_the_rate_rises_before_it_falls() -> None:
     assert schedule[:4].tolist() == [0.25, 0.5, 0.75, 1.0]
     assert (schedule[4:].diff() < 0).all()
     assert torch.equal(schedule_factors(replace(SMALL, steps=10, warmup=0), torch.device("cpu"))[:1], torch.ones(1))
+
+
+def test_a_cosine_of_epochs_is_torch_s_stepped_once_per_epoch() -> None:
+    run = replace(SMALL, steps=10 * 48, schedule="cosine_epochs")
+    factors = schedule_factors(run, torch.device("cpu"), 48)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    for epoch in factors.view(10, 48):
+        assert epoch.tolist() == pytest.approx([optimizer.param_groups[0]["lr"]] * 48)
+        optimizer.step()
+        scheduler.step()
+    each_step = schedule_factors(replace(run, schedule="cosine"), torch.device("cpu"), 48)
+    assert torch.equal(factors[::48], each_step[::48]), "the two agree where an epoch starts"
+    assert factors.min() > 0
+
+
+def test_a_run_takes_its_epochs_from_the_task() -> None:
+    run = replace(SMALL, steps=30, batch=130, schedule="cosine_epochs")
+    trainer = Trainer(run, load("digits"), torch.device("cpu"))
+    assert trainer.batches.per_epoch == 9
+    assert [len(set(trainer.schedule[i : i + 9].tolist())) for i in (0, 9, 18, 27)] == [1, 1, 1, 1]
+    assert len(set(trainer.schedule.tolist())) == 4

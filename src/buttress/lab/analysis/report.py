@@ -14,7 +14,7 @@ from buttress.lab.analysis.answers import answer
 from buttress.lab.analysis.experiments import Experiment, experiments
 from buttress.lab.analysis.figures import LineStyles
 from buttress.lab.analysis.page import anchor, html_contents, html_page, html_table, html_verdict
-from buttress.lab.analysis.sections import SECTIONS, command, main_figure
+from buttress.lab.analysis.sections import SECTIONS, command, differences, main_figure
 from buttress.lab.analysis.verdict import Verdict, verdict
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
@@ -50,6 +50,7 @@ def report(records: Iterable[Record], path: Path | str, title: str = "Runs") -> 
     answers.sort(key=lambda pair: (not pair[0].compares_structures, pair[1] is None, -len(pair[0].done)))
     body = _first_screen(answers, styles, _summary(all_records))
     body += "".join(_experiment(e, finding, styles) for e, finding in answers)
+    body += differences(all_records, styles)
     write_text(Path(path), html_page(title, body + _failures(all_records) + _machines(all_records)))
     return Path(path)
 

@@ -15,8 +15,12 @@ from buttress.lab.analysis.fits import MIN_SIZES, difference, fit, saving
 from buttress.lab.analysis.lines import BASELINE, Metric, label, points
 from buttress.lab.analysis.page import html_figure, html_folded, html_row, html_table
 from buttress.lab.analysis.point import FitError, Point
+from buttress.lab.recipes import find
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
+
+PUBLISHED_RECIPES = {"cifar10": "mlp-scaling", "cifar100": "mlp-scaling-cifar100"}
+"""Recipes whose results are published, by task."""
 
 
 def _stability(e: Experiment, styles: LineStyles) -> str:
@@ -55,8 +59,12 @@ def _learning_rates(e: Experiment, styles: LineStyles) -> str:
     assert train is not None
     assert test is not None
     hollow = " Hollow: published." if paper else ""
+    by_width = figures.rates_by_width(e.done, "test_error", styles)
+    folded = html_figure(test, "Test error against learning rate, best starred.")
+    if by_width:
+        folded += html_figure(by_width, "Test error against learning rate, models of equal width together.")
     return html_figure(train, "Train error against learning rate, best starred." + hollow) + html_folded(
-        "The same for the test error", html_figure(test, "Test error against learning rate, best starred.")
+        "The same for the test error", folded
     )
 
 
@@ -84,21 +92,43 @@ def _errors(e: Experiment, styles: LineStyles) -> str:
 
 def _power_laws(e: Experiment, styles: LineStyles) -> str:
     """Errors against MACs with power laws, all exponents, and what the fits say."""
-    paper = e.has_setting_of("mlp-scaling")
-    curves: tuple[tuple[Metric, figures.compute.Curves], ...] = (
-        ("train_error", published.TRAIN_ERROR),
-        ("test_error", published.TEST_ERROR),
-    )
+    paper = _published_study(e)
     drawings = []
-    for metric, curve in curves:
-        figure = figures.scaling(e.done, metric, published=curve if paper else None, styles=styles)
+    for metric in e.metrics:
+        figure = figures.scaling(e.done, metric, published=paper.errors[metric] if paper else None, styles=styles)
         name = figures.AXIS_LABELS[metric].removesuffix(" (%)").capitalize()
         drawings.append(html_figure(figure, f"{name} with power laws." + (" Hollow: published." if paper else "")))
-    bars = figures.exponents(e.done, published=published.EXPONENTS if paper else None, styles=styles)
+    bars = figures.exponents(e.done, published=paper.exponents if paper else None, styles=styles)
     if bars:
         drawings.append(html_figure(bars, "Exponents of the train error, 95 % bootstrap intervals."))
     title = "Power laws" + (", next to the published results" if paper else "")
     return html_folded(title, html_row(*drawings) + _fits(e))
+
+
+def _published_study(e: Experiment) -> published.ScalingStudy | None:
+    """The paper's study with the setting of an experiment."""
+    for task, recipe in PUBLISHED_RECIPES.items():
+        if e.has_setting_of(recipe):
+            return published.MLP[task]
+    return None
+
+
+def _variants(e: Experiment, styles: LineStyles) -> str:
+    """Naive learning rates next to structure-aware ones, and structures with several values of their options."""
+    paper = _published_study(e)
+    curves = {"aware": paper.train_error} if paper else {}
+    if e.has_setting_of("mlp-scaling"):
+        curves["naive"] = published.NAIVE_TRAIN_ERROR
+    naive = figures.naive_rates(e.done, published=curves, styles=styles)
+    drawings = [html_figure(naive, "Train error with structure-aware and with naive learning rates.")] if naive else []
+    sizes: dict[figures.variants.Size, str] = {"macs": "MACs", "width": "width"}
+    for against, name in sizes.items():
+        figure = figures.options(e.done, against=against, styles=styles)
+        text = (
+            f"Train error against {name} for several values of a structure's options, darker for more MACs per width."
+        )
+        drawings += [html_figure(figure, text)] if figure else []
+    return html_folded("Variants of a structure", "".join(drawings)) if drawings else ""
 
 
 def _fits(e: Experiment) -> str:
@@ -153,6 +183,18 @@ def _width_and_time(e: Experiment, styles: LineStyles) -> str:
 def _curves(e: Experiment, styles: LineStyles) -> str:
     text = "Train error against step, darker for more MACs; in grey the dense runs."
     return html_folded("Training curves", html_figure(figures.curves(e.done, styles), text))
+
+
+def differences(records: Sequence[Record], styles: LineStyles) -> str:
+    """The section on the authors' choices, which compares several experiments; empty if there are no such runs."""
+    runs = set(find("mlp-differences").runs())
+    chosen = [r for r in records if r.run in runs]
+    paper = published.MLP[next(iter(runs)).task]
+    figure = figures.differences(chosen, paper.errors, styles)
+    if figure is None:
+        return ""
+    text = "Change of the errors by choices of the authors' code, alone and together, and by bilinear resampling."
+    return "<h2>Choices of the authors</h2>" + html_figure(figure, text + " Hollow: distance to the published errors.")
 
 
 Column = tuple[str, Callable[[Record], str]]
@@ -210,6 +252,7 @@ SECTIONS: tuple[tuple[Callable[[Experiment], bool], Callable[[Experiment, LineSt
     (lambda e: not e.is_language and not e.measures_updates and e.is_tuned, _learning_rates),
     (lambda e: not e.is_language and e.compares_structures, _errors),
     (lambda e: not e.is_language and e.compares_structures, _power_laws),
+    (lambda e: not e.is_language and e.compares_structures, _variants),
     (lambda e: not e.is_language and e.compares_structures, _width_and_time),
     (lambda e: not e.is_language and e.compares_structures, _curves),
     (_always, _table),

@@ -50,6 +50,8 @@ class Task(ABC):
     streams: bool = False
     """Whether examples are read on the host during training. `draw` then returns the batches in the order that was
     passed to `prefetch`, and cannot be captured in a CUDA graph."""
+    augmentation_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of a run about augmentation that the task follows: "resample", "mixup_on"."""
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
@@ -102,6 +104,21 @@ class Task(ABC):
             `index` is `(count,)`, inputs are `(count, *shape)`, targets `(count,)`; those of a language are
             `(count, *shape)`.
         """
+
+    def draw_mixed(self, index: Tensor, generator: torch.Generator, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw like `draw`, with the pixels of each example mixed with those of the previous one, then normalized.
+
+        Only for tasks whose `augmentation_fields` have "mixup_on".
+
+        Args:
+            index: Indices of the examples, on the task's device.
+            generator: Random number generator of the augmentation.
+            share: Weight of each example in its mixture, a scalar.
+
+        Returns:
+            Mixed inputs, and the targets of the examples themselves.
+        """
+        raise NotImplementedError(f"the task {self.name} cannot mix pixels")
 
     def prefetch(self, batches: Iterable[Batch], shard: slice = slice(None)) -> None:  # noqa: B027  (optional)
         """Start to read the next batches, if the task `streams`; `draw` then returns them in order.

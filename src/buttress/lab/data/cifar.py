@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import pickle
@@ -11,21 +12,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from buttress import MissingExtraError
-from buttress.lab.data.augment import draw_uniforms, random_resized_crop
+from buttress.lab.data import packed
+from buttress.lab.data.augment import draw_uniforms, mix, random_resized_crop
 from buttress.lab.data.base import DataError, Task, task
+from buttress.lab.data.packed import Bytes, Images
+from buttress.lab.runs.config import Resample, Run
 
-Bytes = npt.NDArray[np.uint8]
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # CIFAR-10's, used for both, as in the paper's code
-PIXEL_SHA256 = {
-    "train": "47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
-    "test": "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
-}
-"""SHA-256 of CIFAR-10's pixels, (count, 32, 32, 3), in the official order."""
 
 
 class _Cifar(Task):
@@ -33,28 +29,43 @@ class _Cifar(Task):
 
     shape = (3, 32, 32)
     epoch = 50000
+    augmentation_fields = ("resample", "mixup_on")
+    resample: Resample = "area"
     archive: ClassVar[str]
     md5: ClassVar[str]
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
-        train, train_y, test, test_y = self.read(folder)
+        train, train_y, test, test_y = arrays = self.read(folder)
+        hashes = "".join(map(packed.digest, arrays))
+        self._fingerprint = f"{self.name} {hashlib.sha256(hashes.encode()).hexdigest()[:12]}"
         self.x, self.test_x = (torch.from_numpy(a).permute(0, 3, 1, 2).contiguous().to(device) for a in (train, test))
         self.y, self.test_y = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (train_y, test_y))
         self.epoch = len(self.y)
         self.mean, self.std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
         # About fifty small operations are bound by their launches on a GPU; compiled, they are two kernels.
-        self.augment: Callable[[Tensor, Tensor], Tensor] = self._augment
+        self.augment: Callable[[Tensor, Tensor, Tensor | None, Resample], Tensor] = self._augment
         if device.type == "cuda":
             self.augment = torch.compile(self._augment, dynamic=False)
 
-    def read(self, folder: Path | None) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    def at(self, run: Run) -> _Cifar:
+        """The task with the run's way to resample; images are shared."""
+        task = copy.copy(self)
+        task.resample = run.resample
+        return task
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same images and labels in the same order, from whichever files they were read."""
+        return self._fingerprint
+
+    def read(self, folder: Path | None) -> Images:
         """Training images and labels, test images and labels."""
         if folder is not None:
             for subfolder in (folder, folder / self.name):
                 if (subfolder / self.archive).is_file():
                     return _read_archive(subfolder / self.archive, self.md5)
                 if (subfolder / "test.webp").is_file():
-                    return _read_mosaics(subfolder)
+                    return packed.read(subfolder, self.name, self.classes)
         where = f"not in {folder}" if folder else "and no folder was given"
         raise DataError(
             f"{self.name} needs {self.archive}, {where}: download it from "
@@ -66,10 +77,19 @@ class _Cifar(Task):
         return (images - self.mean) / self.std
 
     def draw(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return self.augment(index, draw_uniforms(len(index), generator, index.device)), self.y[index]
+        uniforms = draw_uniforms(len(index), generator, index.device)
+        return self.augment(index, uniforms, None, self.resample), self.y[index]
 
-    def _augment(self, index: Tensor, uniforms: Tensor) -> Tensor:
-        return self.normalize(random_resized_crop(self.x, index, uniforms))
+    def draw_mixed(self, index: Tensor, generator: torch.Generator, share: Tensor) -> tuple[Tensor, Tensor]:
+        uniforms = draw_uniforms(len(index), generator, index.device)
+        return self.augment(index, uniforms, share, self.resample), self.y[index]
+
+    def _augment(self, index: Tensor, uniforms: Tensor, share: Tensor | None, resample: Resample) -> Tensor:
+        # The way to resample is an argument, so that the tasks of all runs share one compiled function.
+        pixels = random_resized_crop(self.x, index, uniforms, resample)
+        if share is not None:
+            pixels = mix(pixels, share).floor()  # as bytes, which is how the paper's code stores the mixture
+        return self.normalize(pixels)
 
     def test(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in zip(self.test_x.split(batch), self.test_y.split(batch), strict=True):
@@ -111,7 +131,7 @@ class _ArrayUnpickler(pickle.Unpickler):
             raise DataError(f"the archive refers to {module}.{name}, which no CIFAR archive does") from None
 
 
-def _read_archive(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+def _read_archive(path: Path, md5: str) -> Images:
     content = path.read_bytes()
     actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if actual != md5:
@@ -131,35 +151,3 @@ def _read_archive(path: Path, md5: str) -> tuple[Bytes, Bytes, Bytes, Bytes]:
             parts["test" if kind.startswith("test") else "train"].append((images, np.array(labels, np.uint8)))
     (train, train_y), (test, test_y) = (tuple(map(np.concatenate, zip(*parts[k], strict=True))) for k in parts)
     return train, train_y, test, test_y
-
-
-def _read_mosaics(folder: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Lossless mosaics of 100 × 100 images each: one for testing and up to five for training."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtraError("packed CIFAR needs pillow: pip install 'buttress[lab]'") from None
-    # A mosaic exceeds pillow's limit against decompression bombs.
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-    try:
-        shards = sorted(folder.glob("train_*.webp"))
-        train = [_tiles(np.asarray(Image.open(path).convert("RGB"))) for path in shards]
-        test = _tiles(np.asarray(Image.open(folder / "test.webp").convert("RGB")))
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
-    with np.load(folder / "labels.npz", allow_pickle=False) as labels:
-        train_y, test_y = labels["train"], labels["test"]
-    numbers = [int(path.stem.partition("_")[2]) for path in shards]
-    train_y = np.concatenate([train_y[10000 * n : 10000 * (n + 1)] for n in numbers])
-    complete = {"test": test} | ({"train": np.concatenate(train)} if numbers == list(range(5)) else {})
-    for name, pixels in complete.items():
-        actual = hashlib.sha256(pixels.tobytes()).hexdigest()
-        if actual != PIXEL_SHA256[name]:
-            raise DataError(
-                f"the {name} images in {folder} are damaged: their SHA-256 is {actual}, not {PIXEL_SHA256[name]}"
-            )
-    return np.concatenate(train), train_y, test, test_y
-
-
-def _tiles(mosaic: Bytes) -> Bytes:
-    return mosaic.reshape(100, 32, 100, 32, 3).transpose(0, 2, 1, 3, 4).reshape(10000, 32, 32, 3)

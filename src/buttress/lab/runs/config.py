@@ -19,12 +19,16 @@ class ConfigError(ButtressError, ValueError):
 
 
 Layers = Literal["all", "every", "hidden", "ffn"]
-Schedule = Literal["cosine", "constant"]
+Schedule = Literal["cosine", "cosine_epochs", "constant"]
+Resample = Literal["area", "bilinear"]
+MixupOn = Literal["inputs", "pixels"]
 Precision = Literal["float32", "tf32", "bfloat16"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "layers": get_args(Layers),
     "schedule": get_args(Schedule),
+    "resample": get_args(Resample),
+    "mixup_on": get_args(MixupOn),
     "precision": get_args(Precision),
     "optimizer": ("adam", "adamw", "sgd"),
 }
@@ -103,7 +107,8 @@ class Run:
     weight_decay: float = 0.0
     """Weight decay, as the optimizer defines it."""
     schedule: Schedule = "cosine"
-    """Learning-rate schedule after the warmup: cosine or constant."""
+    """Learning-rate schedule after the warmup: cosine, cosine_epochs (a cosine that falls once per epoch), or
+    constant."""
     warmup: int = 0
     """Number of steps of linear learning-rate warmup."""
     final: float = 0.0
@@ -118,6 +123,10 @@ class Run:
     """Label smoothing: the fraction of each target that is spread over all classes."""
     mixup: float = 0.0
     """Both parameters of the Beta distribution from which mixup draws its weights; 0 turns mixup off."""
+    mixup_on: MixupOn = "inputs"
+    """What mixup mixes: normalized inputs, or the pixels before normalization, rounded down to whole numbers."""
+    resample: Resample = "area"
+    """Interpolation of CIFAR's random crops: area (OpenCV's INTER_AREA, close to nearest-neighbor) or bilinear."""
     clip: float = 0.0
     """Norm to which the gradient of all parameters together is clipped; 0 turns clipping off."""
     beta2: float = 0.999
@@ -178,6 +187,8 @@ class Run:
         for name, low, high in bounds:
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {getattr(self, name)}")
+        if self.mixup_on != "inputs" and not self.mixup:
+            raise ConfigError(f"mixup_on={self.mixup_on} has no effect without mixup: set mixup, or leave it out")
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"a batch of {self.batch} does not divide into accumulate={self.accumulate} microbatches: "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from buttress.lab.data import Task
+from buttress.lab.data.augment import mix
 from buttress.lab.runs.config import Run
 from buttress.lab.training.distributed import ProcessGroup
 from buttress.lab.training.tables import StepTables
@@ -66,11 +67,13 @@ class Batches:
         index = self.order[(self.tables.cursor % self.per_epoch) * self.size + self._offsets]
         if self.task.streams:
             index = index[self.group.shard_slice(len(index))]
-        x, y = self.task.draw(index, self.generator)
-        second, share = y, self._shares
-        if self.run.mixup:
-            share = self.tables.at_cursor(self._shares)
-            x, second = torch.lerp(x.roll(1, 0), x, share), y.roll(1, 0)
+        share = self.tables.at_cursor(self._shares) if self.run.mixup else self._shares
+        if self.run.mixup_on == "pixels":
+            x, y = self.task.draw_mixed(index, self.generator, share)
+        else:
+            x, y = self.task.draw(index, self.generator)
+            x = mix(x, share) if self.run.mixup else x
+        second = y.roll(1, 0) if self.run.mixup else y
         if not self.task.streams:
             x, y, second = self.group.shard(x, y, second)
         return MixedBatch(x, y, second, share)

@@ -11,15 +11,21 @@ from buttress.lab.runs.config import Run
 from buttress.lab.training.tables import StepTables
 
 
-def schedule_factors(run: Run, device: torch.device) -> Tensor:
+def schedule_factors(run: Run, device: torch.device, per_epoch: int = 1) -> Tensor:
     """The multiplier of all learning rates at each step: linear warmup, then cosine or constant.
+
+    Args:
+        run: The run.
+        device: Device of the result.
+        per_epoch: Steps per epoch, for a cosine that falls once per epoch.
 
     Shape:
         Returns (steps,), float32.
     """
     steps = torch.arange(run.steps, dtype=torch.float64)
-    progress = (steps - run.warmup).clamp(min=0) / max(1, run.steps - run.warmup)
-    factors = 0.5 * (1 + torch.cos(math.pi * progress)) if run.schedule == "cosine" else torch.ones_like(steps)
+    held = steps - steps % per_epoch if run.schedule == "cosine_epochs" else steps
+    progress = (held - run.warmup).clamp(min=0) / max(1, run.steps - run.warmup)
+    factors = torch.ones_like(steps) if run.schedule == "constant" else 0.5 * (1 + torch.cos(math.pi * progress))
     factors = run.final + (1 - run.final) * factors
     if run.warmup:
         factors *= ((steps + 1) / run.warmup).clamp(max=1)

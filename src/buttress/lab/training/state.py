@@ -111,7 +111,8 @@ def check_metadata(metadata: dict[str, Any], run: Run, task: Task, device: torch
             f"this run was started on {metadata['device']} and cannot resume on {device.type}: use the same device "
             "type, or remove the run's folder to start over"
         )
-    if metadata["data"] != task.fingerprint:
+    # Empty in checkpoints from before the task identified its data.
+    if metadata["data"] not in ("", task.fingerprint):
         raise ButtressError(
             f"this run was started on other data ({metadata['data']}, now {task.fingerprint}): use the same data, or "
             f"remove {path.parent} to start over"

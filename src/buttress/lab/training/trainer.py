@@ -30,6 +30,9 @@ from buttress.lab.training.state import Snapshot, TrainingState, check_metadata,
 from buttress.lab.training.step import TrainingLoss, TrainingStep
 from buttress.lab.training.tables import StepTables
 
+AUGMENTATION_FIELDS = ("resample", "mixup_on")
+"""Fields of a run that only some tasks can follow."""
+
 
 class Trainer:
     """A run in training, at some step.
@@ -70,9 +73,9 @@ class Trainer:
         if compiled:
             forward = compile_model(self.model, forward)
         self.optimizer = build_optimizer(run, self.model, self.task, device)
-        self.schedule = schedule_factors(run, device)
         self.tables = StepTables(run.steps, device)
         self.batches = Batches(run, self.task, device, group, self.tables)
+        self.schedule = schedule_factors(run, device, self.batches.per_epoch)
         self.loss = TrainingLoss(run, self.task, forward, device)
         self.state = TrainingState(self.model, self.optimizer, self.batches, self.tables)
         self.evaluator = Evaluator(run, self.task, self.model, group, device)
@@ -198,6 +201,9 @@ def check_run(run: Run, task: Task, group: ProcessGroup) -> None:
             f"text is read by model=gpt, without smoothing, mixup and probe, but this run has model={run.model}, "
             f"smoothing={run.smoothing:g}, mixup={run.mixup:g}, probe={run.probe}"
         )
+    for name in AUGMENTATION_FIELDS:
+        if getattr(run, name) != getattr(Run, name) and name not in task.augmentation_fields:
+            raise ConfigError(f"{name}={getattr(run, name)} is not for the task {task.name}: leave it out")
     batch = min(run.batch, task.epoch or run.batch)
     if batch % (group.size * run.accumulate):
         whole_task = "" if batch == run.batch else f" (all of {task.name})"
