@@ -58,7 +58,7 @@ MUTATIONS = (
         "core/chain.py",
         "lengths[bond] = min(lengths[bond], ranks[bond])",
         "lengths[bond] = max(lengths[bond], ranks[bond])",
-        BOUNDS,
+        CHAIN,
     ),
     Mutation(
         "a chain shares parameters only if all factors do",

@@ -51,11 +51,11 @@ class Results:
         self.rows: dict[str, Row] = {}
         if path.is_file():
             with path.open(encoding="utf-8", newline="") as file:
-                # The last line of a run that was killed may be incomplete.
-                complete = [line for line in csv.reader(file) if len(line) == len(fields(Row))]
-            self.rows = {row.name: row for row in (Row(*line) for line in complete[1:])}
-        else:
-            write_text(path, _line([field.name for field in fields(Row)]))
+                lines = list(csv.reader(file))
+            # The last line of a run that was killed may be incomplete.
+            rows = [Row(*line) for line in lines[1:] if len(line) == len(fields(Row))]
+            self.rows = {row.name: row for row in rows}
+        self.write(list(self.rows))
 
     def outcome(self, mutation: Mutation, key: str) -> Outcome | None:
         """The outcome of a mutation, if it is known."""

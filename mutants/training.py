@@ -212,9 +212,8 @@ MUTATIONS = (
     Mutation(
         "the old checkpoint removed before the new one is named",
         "lab/training/checkpoints.py",
-        "            remove(target)\n            part.rename(target)\n            flush(folder)  # before the older checkpoint goes\n"
-        "            clear(folder, except_for=target)\n",
-        "            clear(folder, except_for=part)\n            part.rename(target)\n            flush(folder)\n",
+        "            remove(target)\n            part.rename(target)\n",
+        "            clear(folder, except_for=part)\n            part.rename(target)\n",
         (*CHECKPOINTS, *DURABILITY),
     ),
     Mutation(
