@@ -24,14 +24,14 @@ MUTATIONS = (
         "ops/reference.py",
         "F.pad(x, (0, chain.padding[0]))",
         "F.pad(x, (chain.padding[0], 0))",
-        ("tests/projection/test_refinement.py", "tests/projection/test_closed_form.py"),
+        ("tests/ops/test_reference.py",),
     ),
     Mutation(
         "scales in reverse order",
         "ops/framing.py",
         "zip(factors, scales, strict=True)]",
         "zip(factors, reversed(scales), strict=True)]",
-        (*BMM, "tests/nn/test_linear.py", "tests/ops/fused/test_kernels.py"),
+        FRAMING,
     ),
     Mutation(
         "y cut at the front",
