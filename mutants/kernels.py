@@ -124,7 +124,7 @@ MUTATIONS = (
         "ops/fused/composite.py",
         "return source, torch.argsort(target), offsets[:, 2]",
         "return source, target, offsets[:, 2]",
-        KERNELS,
+        ("tests/ops/fused/test_composite.py",),
     ),
     Mutation(
         "parameters of another dtype accepted",
