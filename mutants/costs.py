@@ -6,6 +6,7 @@ from mutants.mutation import Mutation
 
 COUNTING = ("tests/costs/test_counting.py", "tests/costs/test_counting_embedding.py")
 ADVICE = ("tests/costs/test_advice.py", "tests/costs/test_advice_measuring.py")
+TIMES = ("tests/costs/test_layer_times.py",)
 
 MUTATIONS = (
     Mutation(
@@ -55,13 +56,13 @@ MUTATIONS = (
         "costs/layer_times.py",
         "_stretched(row, layer, moved, work)",
         "_stretched(row, layer, work, work)",
-        ADVICE,
+        TIMES,
     ),
     Mutation(
         "times scaled from sizes too far away",
         "costs/layer_times.py",
         "max(distances(r)) <= log2(MAX_SCALING)",
         "max(distances(r)) <= MAX_SCALING",
-        ADVICE,
+        TIMES,
     ),
 )

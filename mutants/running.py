@@ -31,7 +31,7 @@ class Outcome:
     Attributes:
         outcome: "killed", "timeout" or "survived".
         seconds: Duration of the tests.
-        killer: The first test that failed, or the file that could not be collected.
+        killer: The first test that failed, the file that could not be collected, or the signal that ended the tests.
     """
 
     outcome: str
@@ -111,6 +111,8 @@ class Copy:
             return Outcome(SURVIVED, taken)
         if code in (FAILED, INTERRUPTED):
             return Outcome(KILLED, taken, first_failure(output))
+        if code < 0:
+            return Outcome(KILLED, taken, f"the tests' process ended by {signal.Signals(-code).name}")
         raise MutationError(f"{mutation.name}: pytest could not run its tests\n{output[-2000:]}")
 
 

@@ -98,6 +98,11 @@ class TestRun:
         outcome = copy.judge(Mutation("renamed", "sums.py", "def total", "def totals", TEST), 60)
         assert (outcome.outcome, outcome.killer) == ("killed", TEST[0])
 
+    def test_a_mistake_that_ends_the_process(self, copy: Copy) -> None:
+        crash = Mutation("crash", "sums.py", "    return a + b", "    __import__('os').abort()", TEST)
+        outcome = copy.judge(crash, 60)
+        assert (outcome.outcome, outcome.killer) == ("killed", "the tests' process ended by SIGABRT")
+
     def test_tests_that_do_not_exist(self, copy: Copy) -> None:
         with pytest.raises(MutationError, match="pytest could not run its tests"):
             copy.judge(Mutation("renamed", "sums.py", "a + b", "a", (f"{TEST[0]}::test_no",)), 60)
