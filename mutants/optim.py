@@ -36,7 +36,7 @@ MUTATIONS = (
         "optim/facts.py",
         "n / module.out_features for p, n in",
         "1 / len(module.sizes) for p, n in",
-        (*FACTS, *TRANSFER),
+        TRANSFER,
     ),
     Mutation(
         "the size of an embedding's rows ignored",
