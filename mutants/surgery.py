@@ -131,7 +131,7 @@ MUTATIONS = (
         "surgery/replacement.py",
         "project(layer.structure, weight, moments=moments, sweeps=initialization.sweeps)",
         "project(layer.structure, weight, sweeps=initialization.sweeps)",
-        REPLACEMENT,
+        ("tests/surgery/test_replacement_convolution.py", "tests/compression/test_input_moments.py"),
     ),
     Mutation(
         "a drawn embedding of deviation 1",

@@ -244,6 +244,32 @@ def test_from_dense(structure, d_in, d_out, normalize, bias):
 
 
 @each
+def test_from_dense_of_a_large_weight_with_normalization(structure, d_in, d_out):
+    """The gains undo what the normalization does to factors that are too large."""
+    linear = nn.Linear(d_in, d_out, dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.mul_(100)
+    layer, plain = (
+        bt.StructuredLinear.from_dense(linear, structure, normalize=normalize) for normalize in (True, False)
+    )
+    torch.testing.assert_close(layer.to_dense(), plain.to_dense())
+
+
+def test_from_dense_of_zeros_can_learn() -> None:
+    linear = nn.Linear(6, 9)
+    nn.init.zeros_(linear.weight)
+    torch.manual_seed(0)
+    layer = bt.StructuredLinear.from_dense(linear, bt.BTT(rank=2))
+    torch.manual_seed(0)
+    drawn = bt.StructuredLinear(6, 9, bt.BTT(rank=2), zero_init=True)
+    assert layer.zero_init
+    assert all(torch.equal(layer.factors[name], factor) for name, factor in drawn.factors.items())
+    assert not layer.weight.any()
+    layer(torch.randn(2, 6)).square().sum().backward()
+    assert any(p.grad.any() for p in layer.factors.values())
+
+
+@each
 def test_from_dense_finds_what_is_there(structure, d_in, d_out):
     if structure == bt.TensorTrain(rank=2, cores=3):
         d_in = d_out = 64  # shared factors fit the zeros of padding too, and come out near the best, not at it

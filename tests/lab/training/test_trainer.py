@@ -36,6 +36,17 @@ class TestSteps:
         assert train(run, device="cpu").results["feature_update"] == pytest.approx(trainer.tables.changes.mean().item())
 
 
+def test_order_and_weights_depend_on_the_seed() -> None:
+    def start(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        trainer = Trainer(replace(SMALL, seed=seed), load("digits"), torch.device("cpu"))
+        trainer.batches.prepare(0)
+        return trainer.batches.order, trainer.state.tensors()["model.input.weight"]
+
+    for again, other, first in zip(start(0), start(1), start(0), strict=True):
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
 def test_gradients_are_clipped_together() -> None:
     run = replace(SMALL, steps=1, clip=1e-3, optimizer="sgd", lr=1.0, schedule="constant", structure="")
     trainer = Trainer(run, load("digits"), torch.device("cpu"))
