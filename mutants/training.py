@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-TRAINER = ("tests/lab/training/test_trainer.py", "tests/lab/training/test_loop.py")
+STEP = ("tests/lab/training/test_step.py",)
+BATCHES = ("tests/lab/training/test_batches.py",)
+TRAINER = ("tests/lab/training/test_trainer.py",)
+LOOP = ("tests/lab/training/test_loop.py",)
 BUILDING = ("tests/lab/training/test_building.py", "tests/lab/training/test_trainer.py")
 CHECKPOINTS = ("tests/lab/training/test_checkpoints.py", "tests/lab/training/test_checkpoints_damaged.py")
 DURABILITY = ("tests/lab/training/test_checkpoints_durability.py",)
@@ -46,56 +49,56 @@ MUTATIONS = (
         "lab/training/batches.py",
         "torch.lerp(x.roll(1, 0), x, share)",
         "torch.lerp(x, x.roll(1, 0), share)",
-        (*TRAINER, "tests/lab/data/test_tasks.py"),
+        BATCHES,
     ),
     Mutation(
         "mixup with the labels of other neighbors",
         "lab/training/batches.py",
         "share), y.roll(1, 0)",
         "share), y.roll(-1, 0)",
-        (*TRAINER, "tests/lab/data/test_tasks.py"),
+        BATCHES,
     ),
     Mutation(
         "no new order after resuming at the end of an epoch",
         "lab/training/batches.py",
         "self._shuffled_epoch = (step - 1) // self.per_epoch",
         "self._shuffled_epoch = step // self.per_epoch",
-        (*TRAINER, *CHECKPOINTS, *LANGUAGE),
+        LOOP,
     ),
     Mutation(
         "tracing a divergence consumes random numbers",
         "lab/training/batches.py",
         "        self.generator.set_state(state)\n        self._prefetched_until = 0\n        return batch\n",
         "        self._prefetched_until = 0\n        return batch\n",
-        ("tests/lab/training/test_divergence.py", *TRAINER),
+        ("tests/lab/training/test_divergence.py",),
     ),
     Mutation(
         "the larger error of mixed targets",
         "lab/training/step.py",
         "right = torch.maximum(right,",
         "right = torch.minimum(right,",
-        TRAINER,
+        STEP,
     ),
     Mutation(
         "label smoothing ignored",
         "lab/training/step.py",
         "F.cross_entropy(logits, y, label_smoothing=self.run.smoothing), 1 - right",
         "F.cross_entropy(logits, y), 1 - right",
-        TRAINER,
+        STEP,
     ),
     Mutation(
         "gradients of microbatches added up",
         "lab/training/step.py",
         "(loss if count == 1 else loss / count).backward()",
         "loss.backward()",
-        (*TRAINER, *LANGUAGE),
+        (*STEP, *LANGUAGE),
     ),
     Mutation(
         "clipping at 1 in every run",
         "lab/training/step.py",
         "clip_grad_norm_(self.model.parameters(), self.run.clip)",
         "clip_grad_norm_(self.model.parameters(), 1.0)",
-        (*TRAINER, *LANGUAGE),
+        TRAINER,
     ),
     Mutation(
         "Adam in place of AdamW",
@@ -165,7 +168,7 @@ MUTATIONS = (
         "lab/training/metrics.py",
         "            p.grad = None\n",
         "",
-        (*TRAINER, *LANGUAGE),
+        LANGUAGE,
     ),
     Mutation(
         "the mean of the slices' spectral norms",
@@ -186,21 +189,21 @@ MUTATIONS = (
         "lab/training/state.py",
         'return tensors | {"order": self.batches.order} | self.tables.tensors()',
         "return tensors | self.tables.tensors()",
-        (*CHECKPOINTS, *TRAINER),
+        (*TRAINER, *LOOP),
     ),
     Mutation(
         "a checkpoint without the state of the generator",
         "lab/training/trainer.py",
         'tensors = self.state.tensors() | {"generator": self.batches.generator.get_state()}',
         'tensors = self.state.tensors() | {"generator": torch.Generator().get_state()}',
-        (*CHECKPOINTS, *TRAINER),
+        (*TRAINER, *LOOP),
     ),
     Mutation(
         "the probe compares with features from before a restore",
         "lab/training/trainer.py",
         "                self.probe.change()\n",
         "                pass\n",
-        (*CHECKPOINTS, *TRAINER),
+        TRAINER,
     ),
     Mutation(
         "the latest checkpoint by its name",
@@ -228,28 +231,28 @@ MUTATIONS = (
         "lab/training/loop.py",
         "return self.seconds_before + time.perf_counter() - self.started",
         "return time.perf_counter() - self.started",
-        (*TRAINER, *CHECKPOINTS),
+        (*CHECKPOINTS, *LOOP),
     ),
     Mutation(
         "pauses counted from where a run resumed",
         "lab/training/loop.py",
         "((step // every + 1) * every for every in",
         "(step + every for every in",
-        (*TRAINER, *CHECKPOINTS),
+        LOOP,
     ),
     Mutation(
         "training error from the start of the run",
         "lab/training/results.py",
         '"train_error": errors[-tail:].mean().item()',
         '"train_error": errors[:tail].mean().item()',
-        TRAINER,
+        LOOP,
     ),
     Mutation(
         "the training curve's error as a fraction",
         "lab/training/results.py",
         "losses, errors = trainer.losses[:steps].cpu(), 100 * trainer.errors[:steps].cpu()",
         "losses, errors = trainer.losses[:steps].cpu(), trainer.errors[:steps].cpu()",
-        TRAINER,
+        LOOP,
     ),
     Mutation(
         "the precision of matmuls not restored",
