@@ -33,6 +33,15 @@ class TestBuild:
         naive = build_param_groups(replace(run, aware=False), build_model(run, task), task)
         assert max(g["lr"] for g in groups) > max(g["lr"] for g in naive)
 
+    def test_rates_are_those_of_the_base_width(self) -> None:
+        task = load("digits")
+        run = replace(SMALL, width=256, base_width=64, structure="")
+        model = build_model(run, task)
+        groups = build_param_groups(run, model, task)
+        rates = {name: g["lr"] for name, p in model.named_parameters() for g in groups for q in g["params"] if p is q}
+        assert rates["blocks.0.up.weight"] == pytest.approx(run.lr * 64 / 256)
+        assert rates["input.weight"] == pytest.approx(run.lr)
+
     def test_errors(self) -> None:
         with pytest.raises(ConfigError, match="did you mean 'mlp'"):
             build_model(replace(SMALL, model="mlpp"), load("digits"))

@@ -44,6 +44,13 @@ class TestRefused:
             train(SMALL, store=store, device="cpu")
 
 
+def test_the_latest_is_that_of_the_most_steps(tmp_path: Path) -> None:
+    assert checkpoints.latest(tmp_path) is None
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-100.part", "checkpoint-x", "checkpoint-011"):
+        (tmp_path / name).mkdir()
+    assert checkpoints.latest(tmp_path) == tmp_path / "checkpoint-10"
+
+
 def test_names_are_those_of_version_0_1(tmp_path: Path) -> None:
     """Other names would make the checkpoints of that version unreadable."""
     from safetensors import safe_open
