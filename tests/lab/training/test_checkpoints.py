@@ -69,6 +69,14 @@ def test_names_are_those_of_version_0_1(tmp_path: Path) -> None:
     assert metadata.keys() == {"run", "device", "step", "data", "seconds", "looks", "key", "files"}
 
 
+def test_the_time_before_a_checkpoint_counts(tmp_path: Path) -> None:
+    run, store = replace(SMALL, steps=20), Store(tmp_path)
+    trainer = Trainer(run, load("digits"), torch.device("cpu"))
+    trainer.advance(10)
+    trainer.save(store.run_folder(run), seconds=1000.0, looks={})
+    assert 1000 < train(run, store=store, device="cpu").results["seconds"] < 1300
+
+
 def test_metrics_before_a_checkpoint_are_kept(tmp_path: Path) -> None:
     run, store = replace(SMALL, steps=40, evaluate=10), Store(tmp_path)
     whole = train(run, device="cpu")
