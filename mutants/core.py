@@ -35,15 +35,22 @@ MUTATIONS = (
     Mutation(
         "rank bound without the intermediates",
         "core/chain.py",
-        "return min(self.d_in, self.d_out, *intermediate_sizes)",
+        "return min(self.d_in, self.d_out, *map(self.size, self._intermediates()))",
         "return min(self.d_in, self.d_out)",
         (*COUNTS, "tests/core/test_contract.py"),
     ),
     Mutation(
         "rank bound forgets shared axes",
         "core/chain.py",
-        "intermediate_sizes = (self.size(f.batch_axes + f.shared_axes + f.out_axes) for f in self.factors)",
-        "intermediate_sizes = (self.size(f.batch_axes + f.out_axes) for f in self.factors)",
+        "yield from (f.batch_axes + f.shared_axes + f.out_axes for f in self.factors)",
+        "yield from (f.batch_axes + f.out_axes for f in self.factors)",
+        (*COUNTS, "tests/core/test_contract.py"),
+    ),
+    Mutation(
+        "rank bound of shared factors in one order",
+        "core/chain.py",
+        "if not ordered and len(self.factors) <= MAX_REORDERED:",
+        "if ordered and len(self.factors) <= MAX_REORDERED:",
         (*COUNTS, "tests/core/test_contract.py"),
     ),
     Mutation(
@@ -203,8 +210,8 @@ MUTATIONS = (
     Mutation(
         "BTT's output axes in another order",
         "core/structures/btt.py",
-        'y=" ".join((*axes.outputs[1:], axes.outputs[0])),',
-        'y=" ".join(axes.outputs),',
+        "y = (*axes.outputs[1:], axes.outputs[0])",
+        "y = axes.outputs",
         STRUCTURES,
     ),
     Mutation(
@@ -266,9 +273,16 @@ MUTATIONS = (
     Mutation(
         "the first core gets the largest axes",
         "core/structures/cores.py",
-        "sizes |= zip(reversed(inputs), split(d_in, cores), strict=True)",
-        "sizes |= zip(inputs, split(d_in, cores), strict=True)",
+        "return dict(zip((*reversed(x), *created), inputs + outputs, strict=True))",
+        "return dict(zip((*x, *created), inputs + outputs, strict=True))",
         STRUCTURES,
+    ),
+    Mutation(
+        "output axes of an explicit split in the order of creation",
+        "core/structures/cores.py",
+        "return dict(zip((*x, *y), inputs + outputs, strict=True))",
+        "return dict(zip((*x, *created), inputs + outputs, strict=True))",
+        ("tests/core/structures/test_splits.py",),
     ),
     Mutation(
         "the least even split",
