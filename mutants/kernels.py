@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
-KERNELS = ("tests/ops/fused/test_kernels.py", "tests/ops/fused/test_operators.py", "tests/ops/fused/test_autograd.py")
+KERNELS = ("tests/ops/fused/test_kernels.py",)
+OPERATORS = ("tests/ops/fused/test_autograd.py", "tests/ops/fused/test_operators.py")
+DECODING = ("tests/ops/fused/test_pair_launches.py",)
 
 MUTATIONS = (
     Mutation(
@@ -12,21 +14,21 @@ MUTATIONS = (
         "ops/fused/kernels.py",
         "b_acc *= tl.load(p_s2).to(tl.float32)",
         "b_acc *= tl.load(p_s1).to(tl.float32)",
-        KERNELS,
+        DECODING,
     ),
     Mutation(
         "decoding reads one column past x",
         "ops/fused/kernels.py",
         "(o_column < d_in))",
         "(o_column <= d_in))",
-        KERNELS,
+        DECODING,
     ),
     Mutation(
         "decoding ignores that a slice is shared",
         "ops/fused/kernels.py",
         "(o_block1 * SLICE_STRIDE1 * J1 + o_j1)",
         "(o_block1 * J1 + o_j1)",
-        KERNELS,
+        DECODING,
     ),
     Mutation(
         "the pair drops the bias",
@@ -68,7 +70,7 @@ MUTATIONS = (
         "ops/fused/kernels.py",
         "p_w + o_k[None, :] * J + o_j[:, None]",
         "p_w + o_k[None, :] * K + o_j[:, None]",
-        KERNELS,
+        OPERATORS,
     ),
     Mutation(
         "lanes overlap",
@@ -110,14 +112,14 @@ MUTATIONS = (
         "ops/fused/autograd.py",
         "return learns and not recompute",
         "return learns",
-        KERNELS,
+        OPERATORS,
     ),
     Mutation(
         "the bias's gradient averaged where weights are frozen",
         "ops/fused/autograd.py",
         "dy.sum(0) if needs_bias",
         "dy.mean(0) if needs_bias",
-        KERNELS,
+        OPERATORS,
     ),
     Mutation(
         "second derivatives in the order of the blocks",
