@@ -205,7 +205,7 @@ MUTATIONS = (
         "core/structures/btt.py",
         'range(1, min(sizes["d"], sizes["a"]) + 1)',
         'range(1, min(sizes["d"], sizes["a"]))',
-        STRUCTURES,
+        ("tests/compression/test_allocation.py",),
     ),
     Mutation(
         "BTT's output axes in another order",
