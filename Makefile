@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports pytest test-slow test-gpu test-versions test-lowest test-newest docs compatibility notebooks site bench bench-gpu sanitize fuzz clean
+.PHONY: demo test lint types imports pytest test-slow test-gpu test-versions test-lowest test-newest docs compatibility notebooks site bench bench-gpu sanitize fuzz mutants clean
 
 demo: $(READY)
 	$(BIN)/buttress demo
@@ -12,8 +12,8 @@ demo: $(READY)
 test: lint types imports pytest
 
 lint: $(READY)
-	$(BIN)/ruff format --check src tests fuzz examples benchmarks docs
-	$(BIN)/ruff check src tests fuzz examples benchmarks docs
+	$(BIN)/ruff format --check src tests fuzz mutants examples benchmarks docs
+	$(BIN)/ruff check src tests fuzz mutants examples benchmarks docs
 
 types: $(READY)
 	$(BIN)/mypy
@@ -30,6 +30,10 @@ test-slow: $(READY)
 # At most 20 minutes; `make fuzz AREA=plans SEED=1`, and `make fuzz AREA=plans CASE=123` to repeat one case.
 fuzz: $(READY)
 	$(BIN)/python -m fuzz $(AREA) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
+
+# About half an hour; `make mutants AREA=core`. What has an outcome in results/mutants.csv is not repeated.
+mutants: $(READY)
+	$(BIN)/python -m mutants $(AREA)
 
 # The lowest versions that pyproject.toml allows and the newest that pip finds, each in an environment of its own.
 VERSIONED_TESTS := tests/integrations tests/surgery tests/compression tests/nn tests/optim tests/costs \

@@ -48,7 +48,7 @@ def check(
     *,
     scaled: bool = False,
 ) -> None:
-    """Result and every gradient, and the result again without gradients, which uses other kernels."""
+    """Result and every gradient, and the result again with frozen operands, which uses other kernels."""
     chain = structure.chain(d_in, d_out)
     x = torch.randn(tokens, d_in, device=DEVICE).to(dtype).requires_grad_()
     factors = [(torch.randn(f.shape, device=DEVICE) * bt.init_std(f)).to(dtype).requires_grad_() for f in chain.factors]
@@ -66,8 +66,10 @@ def check(
         # Not all noise: a scale's gradient is one number, the product of dy and y, which would nearly cancel.
         dy += y.detach()
     grads = torch.autograd.grad(y, leaves, dy)
-    with torch.no_grad():
-        alone = ops.apply(chain, x, factors, bias, scales=scales or None, impl="triton")
+    frozen = [t.detach() for t in leaves]
+    alone = ops.apply(
+        chain, frozen[0], frozen[1 : count + 1], frozen[count + 1], scales=frozen[count + 2 :] or None, impl="triton"
+    )
     assert y.dtype == alone.dtype == dtype
     if not tokens:
         assert y.shape == alone.shape == (0, d_out)

@@ -56,6 +56,13 @@ def test_it_recovers() -> None:
     assert all(p.grad is None for p in teacher.parameters())
 
 
+def test_the_first_step_learns_already() -> None:
+    student, teacher = compressed()
+    before = [p.detach().clone() for p in student.parameters()]
+    bt.heal(student, teacher, batch, 1)
+    assert all(not torch.equal(p, b) for p, b in zip(student.parameters(), before, strict=True))
+
+
 def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, teacher = compressed()
     wanted = bt.heal(whole, teacher, batch, 40, lr=1e-3)

@@ -33,6 +33,13 @@ def test_masked_tokens_do_not_count() -> None:
     torch.testing.assert_close(found["first"], seen.T @ seen / 8)
 
 
+def test_tokens_count_by_their_weights() -> None:
+    x, weights = torch.randn(2, 5, 24), torch.rand(2, 5)
+    found = bt.moments(net(), [x], layers=["first"], weigh=lambda batch: weights)
+    torch.testing.assert_close(found["first"], torch.einsum("bt,bti,btj->ij", weights, x, x) / weights.sum())
+    assert found.tokens["first"] == pytest.approx(weights.sum().item())
+
+
 def test_inputs_changed_in_place_are_new_ones() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

@@ -63,8 +63,9 @@ def test_a_layer_with_fewer_tokens_than_inputs_is_not_judged() -> None:
     assert list(options) == ["common"]
     (rare,) = options.unjudged
     assert (rare.name, rare.tokens, rare.reason) == ("rare", 3, "fewer tokens reached it than it has inputs")
-    x[:20, 0] = 10
-    assert list(bt.curves(model, moments=bt.moments(model, [x]))) == ["common", "rare"]
+    for tokens, judged in ((15, ["common"]), (16, ["common", "rare"])):
+        x[:tokens, 0] = 10
+        assert list(bt.curves(model, moments=bt.moments(model, [x]))) == judged
 
 
 def test_a_layer_that_only_later_batches_reach_is_weighed_like_the_others() -> None:
@@ -72,10 +73,16 @@ def test_a_layer_that_only_later_batches_reach_is_weighed_like_the_others() -> N
     model = Experts()
     common, rare = torch.randn(64, 16), torch.randn(64, 16)
     rare[:32, 0] = 10
-    options = bt.curves(model, moments=bt.moments(model, [common, rare]), batches=[common], candidates=["low_rank"])
-    losses = [choice.loss for choice in options["rare"] if choice.structure != "dense"]
-    assert losses
-    assert min(losses) > 0
+    inputs = bt.moments(model, [common, rare])
+    plain, options = (
+        bt.curves(model, moments=inputs, batches=batches, candidates=["low_rank"]) for batches in ([], [common])
+    )
+    scales = {
+        name: [b.loss / a.loss for a, b in zip(plain[name], options[name], strict=True) if a.loss > 0] for name in plain
+    }
+    assert len(scales["rare"]) > 1
+    assert scales["rare"] == pytest.approx([scales["common"][0]] * len(scales["rare"]))
+    assert scales["common"][0] != pytest.approx(1.0, rel=0.1)
 
 
 def test_a_layer_whose_inputs_are_zero_is_not_judged() -> None:

@@ -76,6 +76,15 @@ def test_counts_by_hand() -> None:
     assert [f.shared for f in shared.factors] == [4, 3]
     assert (shared.params, shared.macs) == (30 + 16, 30 * 4 + 16 * 3)
     assert shared.shares_parameters
+    assert make(factors={"R": "b s d", "L": "b a c s"}).shares_parameters  # one factor is enough
+
+
+def test_sufficient_ranks_of_a_train_of_four_cores_by_hand() -> None:
+    cores = {"G4": "i4 s3 j4", "G3": "i3 s2 j3 s3", "G2": "i2 s1 j2 s2", "G1": "i1 j1 s1"}
+    sizes = {f"{side}{t}": 2 for side in "ij" for t in range(1, 5)} | {f"s{t}": 100 for t in range(1, 4)}
+    chain = bt.Chain.of(16, 16, x="j1 j2 j3 j4", factors=cores, y="i1 i2 i3 i4", sizes=sizes)
+    # Each side of a bond has 4 numbers for each of its cores; the longer bonds next to it add none.
+    assert chain.sufficient_ranks == {"s3": 4, "s2": 16, "s1": 4}
 
 
 def test_padding_and_largest_rank() -> None:
@@ -139,6 +148,11 @@ REGROUP = {"factors": {"R": "c b d", "L": "g a h"}, "y": "g a", "sizes": SIZES |
             REGROUP | {"factors": {"R": "c b d", "L": "g b a h"}, "y": "g b a", "regroup": {"L": ("c b", "h g")}},
             "factor L creates axis ['b'] again after it was contracted",
         ),
+        (
+            REGROUP
+            | {"factors": {"R": "c b d", "L": "g a h", "Q": "g b a"}, "y": "g b", "regroup": {"L": ("c b", "h g")}},
+            "factor Q creates axis ['b'] again after it was contracted",
+        ),
         ({"factors": {"R": "c b s d", "L": "b a c"}}, "factor R creates axis ['s'], which nothing uses"),
         ({"factors": {"R": "b d"}, "y": "b", "d_out": 3}, "axis ['c'] is held before factor R, but nothing uses it"),
         (
@@ -148,6 +162,10 @@ REGROUP = {"factors": {"R": "c b d", "L": "g a h"}, "y": "g a", "sizes": SIZES |
         ({"window": "q s"}, "a window is 'n w' with n an axis of x and w a new one; got 'q s' for x 'c d'"),
         ({"window": "c d"}, "a window is 'n w' with n an axis of x and w a new one; got 'c d' for x 'c d'"),
         ({"window": "c"}, "a window is 'n w' with n an axis of x and w a new one; got 'c' for x 'c d'"),
+        (
+            {"factors": {"K": "a c s"}, "y": "a d", "d_out": 10, "window": "d s", "sizes": SIZES | {"s": 6}},
+            "a window of 6 is longer than the axis of 5 it is moved along",
+        ),
     ],
 )
 def test_errors_say_what_is_wrong(changes: dict[str, Any], message: str) -> None:
@@ -229,8 +247,9 @@ def test_chains_are_values() -> None:
         one.d_in = 3  # type: ignore[misc]
 
 
-def test_pickle_keeps_the_value() -> None:
-    chain = bt.Monarch(4).chain(13, 30)
+@pytest.mark.parametrize("structure", [bt.Monarch(4), bt.Convolution(3)], ids=str)
+def test_pickle_keeps_the_value(structure: bt.Structure) -> None:
+    chain = structure.chain(13, 30)
     again = pickle.loads(pickle.dumps(chain))
     assert again == chain
     assert hash(again) == hash(chain)

@@ -31,3 +31,12 @@ def test_the_dense_structure_has_the_dense_rates_at_every_rule() -> None:
     for rule in ("adam", "sign", "sgd"):
         assert lookup_multiplier(chain.factors[0], chain, rule, 0.02) == pytest.approx(1)
     assert lookup_stds(chain, 0.02) == {"W": 0.02}
+
+
+@pytest.mark.parametrize(("rule", "power"), [("adam", 1), ("sign", 1), ("sgd", 2)])
+def test_rates_by_the_size_of_the_rows(rule: str, power: int) -> None:
+    """A factor that reads numbers of size `std` changes rows by that much less, for SGD through its gradient too."""
+    chain = bt.BTT(rank=4).chain(64, 1000)
+    first, copied = ([lookup_multiplier(f, chain, rule, std) for std in (1.0, 0.1)] for f in chain.factors)
+    assert first[1] / first[0] == pytest.approx(10**power)
+    assert copied[1] == copied[0]

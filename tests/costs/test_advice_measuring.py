@@ -65,6 +65,24 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return layers
 
 
+@pytest.mark.parametrize(("training", "dense", "structured"), [(False, 10.0, 1.0), (True, 20.0, 2.0)])
+def test_timed_is_the_time_of_the_structure_or_of_nn_linear(
+    training: bool, dense: float, structured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure_layer(chain: Chain, label: str, tokens: int, dtype: torch.dtype, *_: Any, **__: Any) -> Row:
+        times = {"reference": Times(5.0, 6.0, 7.0, 8.0), "bmm": Times(1.0, 2.0, 3.0, 4.0)}
+        linear = Times(10.0, 20.0, 30.0, 40.0)
+        return Row(label, chain.d_in, chain.d_out, tokens, str(dtype), None, linear, times)
+
+    monkeypatch.setattr(measuring, "measure_layer", measure_layer)
+    milliseconds = bt.timed(64, device="cpu", training=training)
+    assert milliseconds(None, 64, 64) == dense
+    assert milliseconds(bt.BTT(), 64, 64) == structured
+    many = bt.timed(64 * 2**15, device="cpu", training=training)
+    ratio = 64 * 2**15 * 64 * 64 / 2**31  # a CPU measures as many tokens as make 2^31 MACs
+    assert (many(None, 64, 64), many(bt.BTT(), 64, 64)) == pytest.approx((ratio * dense, ratio * structured))
+
+
 def test_a_large_batch_is_measured_with_fewer_tokens_on_a_cpu_and_says_so(measured: list[tuple[str, int]]) -> None:
     large = bt.advise(1024, 1024, 32768, device="cpu", candidates=["btt"])
     assert measured == [("btt", 2048)]

@@ -28,6 +28,19 @@ def test_the_method_of_the_model_comes_first() -> None:
     assert (head.module_ids, head.rule) == ({id(model.head)}, "named by get_output_embeddings()")
 
 
+def test_a_method_that_names_no_module_of_the_model_does_not_count() -> None:
+    class Detached(HeadFirst):
+        def get_output_embeddings(self) -> nn.Module:
+            return nn.Linear(8, 2)
+
+        def get_classifier(self) -> nn.Module:
+            return self.head
+
+    model = Detached()
+    head = output_head(model)
+    assert (head.module_ids, head.rule) == ({id(model.head)}, "named by get_classifier()")
+
+
 def test_else_the_last_linear_layer_is_taken_and_the_report_says_so() -> None:
     model = HeadFirst()
     head = output_head(model)

@@ -69,6 +69,18 @@ def sharded_weight() -> nn.Linear:
     return linear
 
 
+def with_buffer() -> nn.Linear:
+    linear = nn.Linear(8, 8)
+    linear.register_buffer("steps", torch.zeros(()))
+    return linear
+
+
+def with_parameter() -> nn.Linear:
+    linear = nn.Linear(8, 8)
+    linear.gain = nn.Parameter(torch.ones(8))
+    return linear
+
+
 def patched_forward() -> nn.Linear:
     linear = nn.Linear(8, 8)
     linear.forward = lambda x: x
@@ -98,6 +110,8 @@ LAYERS = {
     "torch.ao": (torch_quantized, "quantized (Linear)"),
     "traced": (lambda: torch.jit.trace(nn.Linear(8, 8), torch.randn(1, 8)), "TorchScript"),
     "sharded": (sharded_weight, "its weight is of shape (4, 8), not (out, in)"),
+    "own buffer": (with_buffer, "it has parameters or buffers besides weight and bias, which would be lost"),
+    "own parameter": (with_parameter, "it has parameters or buffers besides weight and bias, which would be lost"),
     "recurrent": (lambda: nn.LSTM(8, 8), "recurrent layer"),
     "recurrent cell": (lambda: nn.GRUCell(8, 8), "recurrent layer"),
     "bilinear": (lambda: nn.Bilinear(8, 8, 8), "bilinear layer"),

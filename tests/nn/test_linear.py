@@ -23,6 +23,22 @@ def test_any_leading_shape(structure, d_in, d_out, leading):
     torch.testing.assert_close(y, oracle(layer, x))
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_recomputing_stores_the_input_and_the_factors_alone(normalize):
+    layer = bt.StructuredLinear(64, 64, bt.BTT(rank=4), normalize=normalize)
+    x = torch.randn(70, 64, requires_grad=True)
+    sizes, results = {}, {}
+    for recompute in (False, True):
+        layer.recompute = recompute
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+            y = layer(x)
+        sizes[recompute] = sum(t.numel() for t in saved)
+        results[recompute] = [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+    assert sizes[False] - sizes[True] == 70 * 64 * 4, "the intermediate"
+    torch.testing.assert_close(results[True], results[False])
+
+
 @each
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)], ids=str)
 def test_empty_batch(structure, d_in, d_out, leading):
@@ -225,6 +241,32 @@ def test_from_dense(structure, d_in, d_out, normalize, bias):
         assert layer.bias is not linear.bias
     else:
         assert layer.bias is None
+
+
+@each
+def test_from_dense_of_a_large_weight_with_normalization(structure, d_in, d_out):
+    """The gains undo what the normalization does to factors that are too large."""
+    linear = nn.Linear(d_in, d_out, dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.mul_(100)
+    layer, plain = (
+        bt.StructuredLinear.from_dense(linear, structure, normalize=normalize) for normalize in (True, False)
+    )
+    torch.testing.assert_close(layer.to_dense(), plain.to_dense())
+
+
+def test_from_dense_of_zeros_can_learn() -> None:
+    linear = nn.Linear(6, 9)
+    nn.init.zeros_(linear.weight)
+    torch.manual_seed(0)
+    layer = bt.StructuredLinear.from_dense(linear, bt.BTT(rank=2))
+    torch.manual_seed(0)
+    drawn = bt.StructuredLinear(6, 9, bt.BTT(rank=2), zero_init=True)
+    assert layer.zero_init
+    assert all(torch.equal(layer.factors[name], factor) for name, factor in drawn.factors.items())
+    assert not layer.weight.any()
+    layer(torch.randn(2, 6)).square().sum().backward()
+    assert any(p.grad.any() for p in layer.factors.values())
 
 
 @each

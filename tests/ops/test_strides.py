@@ -80,6 +80,15 @@ def test_shared_blocks_use_one_slice() -> None:
     assert strided.signature[1], "y is written in single numbers"
 
 
+def test_blocks_next_to_shared_ones_keep_their_slices() -> None:
+    sizes = {"g": 2, "s": 3, "d": 4, "e": 5}
+    chain = bt.Chain.of(24, 30, x="g s d", factors={"W": "g e d"}, y="g s e", sizes=sizes)
+    strided = strided_chain(chain)
+    assert strided is not None
+    # The blocks lie one after the other in x and in y, but every third one begins another slice.
+    assert strided.factors[0].block_offsets == tuple((4 * i, 5 * i, i // 3) for i in range(6))
+
+
 @pytest.mark.parametrize(
     "chain", [bt.Convolution(3).chain(12, 12), bt.Monarch(4).chain(12, 12)], ids=["window", "regroup"]
 )

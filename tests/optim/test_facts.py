@@ -72,6 +72,9 @@ def test_transposed_convolution_sums_over_its_input_channels():
     model, base = (nn.Sequential(nn.ConvTranspose2d(c, 3, 2, stride=2)) for c in (256, 64))
     weight, _ = bt.explain(model, LR, base=base).rows
     assert weight.multiplier == 0.25
+    assert weight.fan_in == 256 * 2 * 2
+    grouped, _ = bt.explain(nn.Sequential(nn.ConvTranspose2d(256, 8, 2, groups=4)), LR).rows
+    assert grouped.fan_in == 256 // 4 * 2 * 2
 
 
 def test_attention_projections():

@@ -32,6 +32,7 @@ def test_recurrent_layers(kind):
     assert explained(build, rule="sgd")["rnn.weight_ih_l0"].multiplier == WIDE / NARROW
     assert explained(build, rule="sgd")["rnn.weight_hh_l0"].multiplier == 1.0
     assert multipliers(build(WIDE), base={"rnn": NARROW})["rnn.weight_hh_l0"] == NARROW / WIDE
+    assert multipliers(build(WIDE), base={"rnn": (NARROW, NARROW)}, rule="sgd")["rnn.weight_hh_l0"] == 1.0
 
 
 def test_recurrent_cells_and_projections():
@@ -143,3 +144,4 @@ def test_tables_and_logarithms_need_no_scale():
             self.logit_scale = nn.Parameter(torch.zeros(d // 8, 1, 1))
 
     assert set(multipliers(Tables(WIDE), base=Tables(NARROW)).values()) == {1.0}
+    assert bt.param_groups(Tables(WIDE), LR, base=Tables(NARROW)), "none is refused"

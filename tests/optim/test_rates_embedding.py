@@ -57,6 +57,20 @@ def test_a_tied_head_is_trained_as_the_embedding() -> None:
     assert "shared with head.factors.L" in rows["embed.factors.L"].why
 
 
+def test_a_step_of_sgd_changes_rows_alike_whatever_their_size() -> None:
+    def change(std: float) -> float:
+        torch.manual_seed(0)
+        module = bt.StructuredEmbedding(256, 64, bt.BTT(rank=4), std=std)
+        ids, upstream = torch.arange(0, 256, 8), torch.randn(32, 64)
+        before = module(ids).detach()
+        (module(ids) * upstream).sum().backward()
+        module.factors["L"].grad = None  # the factor that is copied
+        torch.optim.SGD(bt.param_groups(module, 1e-6, rule="sgd")).step()
+        return (module(ids).detach() - before).norm().item()
+
+    assert change(0.1) == pytest.approx(change(1.0), rel=0.05)
+
+
 # Rank and number of blocks fixed, or growing with the width, with one and several ways to share.
 SCALED = [
     bt.Dense(), bt.LowRank(), bt.LowRank(rank=8), bt.Kronecker(), bt.Monarch(4), bt.TensorTrain(rank=4),

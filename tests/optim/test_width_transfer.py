@@ -148,10 +148,11 @@ def test_split_layer_finds_the_fused_one():
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("structure", [bt.Dense(), bt.BTT()], ids=str)
-def test_a_base_of_the_same_width_changes_nothing_for_a_split_layer(rule, structure):
+@pytest.mark.parametrize("split", [3, (96, 64, 32)], ids=str)
+def test_a_base_of_the_same_width_changes_nothing_for_a_split_layer(rule, structure, split):
     """Splitting alone changes no gradient, so under SGD it must change no rate."""
     model = fused(64)
-    bt.replace_(model, {"attn.qkv": structure}, split={"attn.qkv": 3})
+    bt.replace_(model, {"attn.qkv": structure}, split={"attn.qkv": split})
     check(multipliers(model, base=fused(64), rule=rule), multipliers(model, rule=rule))
 
 

@@ -302,6 +302,16 @@ def test_other_dtypes(text: str, dtype: torch.dtype) -> None:
     assert error == pytest.approx(exact.relative_error, abs=8 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("text", ["low_rank(rank=4)", "btt(rank=2)", "btt(cores=3)", "monarch", "tensor_train(rank=2)"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_factors_are_balanced(text: str, scale: float) -> None:
+    """Each is as much larger than its initial deviation as the others, so that all of them learn alike."""
+    structure = bt.parse(text)
+    factors = bt.project(structure, scale * matrix(24, 36)).factors
+    ratios = [factors[f.name].square().mean().sqrt().item() / bt.init_std(f) for f in structure.chain(36, 24).factors]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=1e-6)
+
+
 def test_zero_matrix() -> None:
     for text in STRUCTURES:
         structure = capped(bt.parse(text), 24, 36)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -204,15 +206,24 @@ def test_a_name_without_a_wildcard_says_what_would_be_taken(glob: str, advice: s
         bt.replace_(Net(), {glob: bt.BTT()})
 
 
-def test_split_in_equal_parts() -> None:
+@pytest.mark.parametrize(("split", "sizes"), [(3, (16, 16, 16)), ((8, 30, 10), (8, 30, 10))])
+def test_each_part_of_a_split_layer_is_its_rows_of_the_dense_one(
+    split: int | tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
     model = Net()
-    bt.replace_(model, {"*.qkv": FULL}, split={"*.qkv": 3}, init="project")
+    dense = copy.deepcopy(model.blocks[0].qkv)
+    bt.replace_(model, {"*.qkv": FULL}, split={"*.qkv": split}, init="project")
     qkv = model.blocks[0].qkv
     assert type(qkv) is bt.SplitLinear
-    assert qkv.sizes == (16, 16, 16)
+    assert qkv.sizes == sizes
     assert (qkv.in_features, qkv.out_features) == (16, 48)
     x = torch.randn(2, 16)
-    torch.testing.assert_close(qkv(x), nn.functional.linear(x, qkv.weight, torch.cat([p.bias for p in qkv.parts])))
+    torch.testing.assert_close(qkv(x), dense(x))
+    first = 0
+    for part, size in zip(qkv.parts, sizes, strict=True):
+        weight, bias = dense.weight[first : first + size], dense.bias[first : first + size]
+        torch.testing.assert_close(part(x), nn.functional.linear(x, weight, bias))
+        first += size
 
 
 @pytest.mark.parametrize("sizes", [5, 0, -3, "3", 2.5, (16, 16), (16, 16, 17), (48, 0), (64, -16), ()], ids=str)

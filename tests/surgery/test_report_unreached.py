@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import buttress as bt
+from buttress.surgery import ReplacedRow
 from surgery_models import Net, size
 
 
@@ -24,6 +25,15 @@ def test_a_structure_names_the_head_and_the_embeddings() -> None:
     reached = sum(row.params_before for row in report.rows)
     assert report.share_reached == reached / size(model)
     assert f"{report.share_reached:.1%} of them reached" in str(report)
+
+
+def test_weights_that_are_not_parameters_count_as_not_reached() -> None:
+    """A quantized layer may hold its weights elsewhere, so that the model's own parameters do not tell its size."""
+    row = ReplacedRow("a", "Linear", "btt", 300, 100, 300, 100, "", False, None, None)
+    packed = bt.Unreached("b", "QuantLinear", 600, "quantized")
+    report = bt.Report((row,), 300, 100, params_reached=300, unreached=(packed,))
+    assert report.share_reached == 1 / 3
+    assert "33.3% of them reached" in str(report)
 
 
 def test_a_mapping_tells_what_it_keeps_from_what_it_does_not_name() -> None:

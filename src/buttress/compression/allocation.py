@@ -250,15 +250,11 @@ def allocate(options: Mapping[str, Sequence[Choice]], keep: float) -> dict[str, 
         least = sum(c.cost_after for c in chosen.values()) / sum(c.cost_before for c in chosen.values())
         raise PlanError(f"the cheapest options keep {least:.1%} already: set a larger keep, or add candidates")
     steps = [(_slope(a, b), name, b) for name, hull in hulls.items() for a, b in pairwise(hull)]
-    stuck: set[str] = set()
     for _, name, option in sorted(steps, key=lambda s: (s[0], s[1])):
         increase = option.cost_after - chosen[name].cost_after
-        # A layer whose next step does not fit stays; its later steps would skip one.
-        if name in stuck or increase > remaining:
-            stuck.add(name)
-            continue
-        chosen[name] = option
-        remaining -= increase
+        if increase <= remaining:  # if not, the layer's later steps, which cost more, do not fit either
+            chosen[name] = option
+            remaining -= increase
     for name, choices in options.items():  # the rest of the budget goes to options above the hull
         fits = [
             c for c in choices if c.cost_after - chosen[name].cost_after <= remaining and c.loss < chosen[name].loss

@@ -67,6 +67,14 @@ def test_block_train_costs_what_it_holds_and_what_the_train_costs(i: int, o: int
     assert not block.shares_parameters
 
 
+def test_families_of_trains_and_blocks_by_hand() -> None:
+    # 64 = 8 * 8: each core is a matrix of 64 numbers for each index of the bond, so a rank of 64 is enough.
+    assert [m.rank for m in bt.TensorTrain.family(64, 64)] == [1, 2, 4, 8, 16, 32, 64]
+    for cls in (bt.Monarch, bt.BlockDiagonal):
+        assert [m.blocks for m in cls.family(13, 40)] == [12, 8, 6, 4, 3, 2]
+        assert [m.blocks for m in cls.family(40, 7)] == [6, 4, 3, 2]
+
+
 @pytest.mark.parametrize(
     ("structure", "rank"), [(bt.BTT(), 1024), (bt.LowRank(rank=32), 32), (bt.Monarch(), 1024)], ids=str
 )

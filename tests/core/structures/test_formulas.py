@@ -200,3 +200,4 @@ def test_low_rank_rounding() -> None:
         assert rank(bt.LowRank(), root**2 + 1) == root + 1
     assert [rank(bt.LowRank(fraction=0.1), d) for d in (1, 5, 10, 11, 30, 64)] == [1, 1, 1, 2, 3, 7]
     assert rank(bt.LowRank(fraction=1.0), 12) == 12
+    assert rank(bt.LowRank(fraction=0.07), 100) == 7  # 0.07 * 100 is 7.000000000000001

@@ -93,6 +93,16 @@ class TestAugmentation:
         assert extent[:, 0].tolist() == [32, 32]
         assert extent[:, 1].tolist() == [9, 9]  # the last try: 8 % of the area, square
 
+    def test_the_first_draw_that_fits_is_taken_and_reaches_every_corner(self) -> None:
+        uniforms = _uniforms(2, seed=0)
+        uniforms[10:20] = 0.5  # squares
+        uniforms[:10] = 0.5
+        uniforms[0] = 0.0  # 8 % of the area, 9 pixels a side
+        uniforms[20:22, 0], uniforms[20:22, 1] = 0.0, 0.999
+        start, extent = crops(uniforms, 32)
+        assert extent.tolist() == [[9, 9], [9, 9]]
+        assert start.tolist() == [[0, 23], [0, 23]]
+
     def test_the_same_generator_gives_the_same_images(self) -> None:
         images, index = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8), torch.arange(5)
         first, again = (random_resized_crop(images, index, _uniforms(5, seed=3)) for _ in range(2))

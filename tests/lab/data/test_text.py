@@ -38,6 +38,19 @@ class TestTask:
         batches = list(task.test(5))
         assert torch.equal(torch.cat([x for x, _ in batches])[:, 1:], torch.cat([y for _, y in batches])[:, :-1])
 
+    def test_the_last_sequence_needs_a_token_after_it(self, data: Path) -> None:
+        task = load("text", folder=data)
+        count = len(task.at(RUN).tokens.train)  # type: ignore[attr-defined]
+        context = next(n for n in range(2, count) if count % n == 0)
+        whole = task.at(replace(RUN, context=context))
+        assert whole.epoch == count // context - 1
+        assert whole.draw(torch.tensor([whole.epoch - 1]), torch.Generator())[1].shape == (1, context)
+
+    def test_a_run_diverges_at_twice_the_loss_of_a_uniform_guess(self, data: Path) -> None:
+        task = load("text", folder=data).at(RUN)
+        uniform = torch.nn.functional.cross_entropy(torch.zeros(1, task.classes), torch.tensor([0])).item()
+        assert task.divergence_threshold == pytest.approx(2 * uniform)
+
     def test_what_is_missing_is_said(self, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("BUTTRESS_DATA", raising=False)
         with pytest.raises(DataError, match="buttress tokens"):

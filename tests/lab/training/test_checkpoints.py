@@ -44,6 +44,13 @@ class TestRefused:
             train(SMALL, store=store, device="cpu")
 
 
+def test_the_latest_is_that_of_the_most_steps(tmp_path: Path) -> None:
+    assert checkpoints.latest(tmp_path) is None
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-100.part", "checkpoint-x", "checkpoint-011"):
+        (tmp_path / name).mkdir()
+    assert checkpoints.latest(tmp_path) == tmp_path / "checkpoint-10"
+
+
 def test_names_are_those_of_version_0_1(tmp_path: Path) -> None:
     """Other names would make the checkpoints of that version unreadable."""
     from safetensors import safe_open
@@ -60,6 +67,14 @@ def test_names_are_those_of_version_0_1(tmp_path: Path) -> None:
     assert names == {f"model.{name}" for name in trainer.model.state_dict()} | slots | tables
     metadata = checkpoints.read_metadata(tmp_path / "checkpoint-2")
     assert metadata.keys() == {"run", "device", "step", "data", "seconds", "looks", "key", "files"}
+
+
+def test_the_time_before_a_checkpoint_counts(tmp_path: Path) -> None:
+    run, store = replace(SMALL, steps=20), Store(tmp_path)
+    trainer = Trainer(run, load("digits"), torch.device("cpu"))
+    trainer.advance(10)
+    trainer.save(store.run_folder(run), seconds=1000.0, looks={})
+    assert 1000 < train(run, store=store, device="cpu").results["seconds"] < 1300
 
 
 def test_metrics_before_a_checkpoint_are_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from buttress.lab.data import load
 from buttress.lab.runs.store import Store
-from buttress.lab.training.divergence import DivergenceError, first_nonfinite_layer
+from buttress.lab.training.divergence import DivergenceError, diagnose, first_nonfinite_layer
 from buttress.lab.training.loop import train
 from buttress.lab.training.trainer import Trainer
 from lab_runs import DIVERGING, SMALL
@@ -34,6 +34,23 @@ def test_the_batch_that_is_examined_is_the_one_trained_on(monkeypatch: pytest.Mo
         assert first_nonfinite_layer(trainer) == ""
         trainer.advance(start + 1)
         assert torch.equal(indices[0], indices[1])
+
+
+def test_tracing_leaves_the_run_as_it_was() -> None:
+    run = replace(SMALL, steps=40, mixup=0.8)
+    untraced = Trainer(run, load("digits"), torch.device("cpu"))
+    traced = Trainer(run, load("digits"), torch.device("cpu"))
+    untraced.advance(25)
+    traced.advance(15)
+    before = traced.snapshot()
+    traced.advance(25)  # 20 steps are an epoch
+    assert "is finite when the steps are repeated" in str(diagnose(traced, before))
+    assert traced.step == 25
+    assert torch.equal(traced.batches.generator.get_state(), untraced.batches.generator.get_state())
+    for trainer in (untraced, traced):
+        trainer.advance(40)
+    assert torch.equal(traced.losses, untraced.losses)
+    assert torch.equal(traced.errors, untraced.errors)
 
 
 def test_a_non_finite_loss_is_traced_to_its_layer() -> None:

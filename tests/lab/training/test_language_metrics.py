@@ -47,6 +47,9 @@ class TestTrace:
         assert kept["median output"] == sorted(outputs)[6]
         assert len([n for n in kept if n.startswith("activation/")]) == 4
 
+    def test_the_gradient_is_that_of_all_parameters_together(self) -> None:
+        assert summarize({"output/a": 1.0, "gradient/a": 3.0, "gradient/b": 4.0})["gradient"] == 5.0
+
     def test_looking_changes_nothing(self, data: Path) -> None:
         losses = []
         for every in (0, 5):

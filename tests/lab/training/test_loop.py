@@ -44,17 +44,40 @@ class TestTrain:
         assert Record.from_json(record.to_json()) == record
 
     def test_compilation_is_timed_apart_from_the_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        advance, pause = Trainer.advance, 1.0
+        """By a clock that runs for 5 s before the first step, and for 10 ms in every step."""
+        now = [100.0]
+        advance = Trainer.advance
 
-        def compile_first(trainer: Trainer, until: int) -> None:
-            if trainer.step == 0:
-                time.sleep(pause)
+        def timed_advance(trainer: Trainer, until: int) -> None:
+            now[0] += 0.010 * (until - trainer.step) + 5.0 * (trainer.step == 0)
             advance(trainer, until)
 
-        monkeypatch.setattr(Trainer, "advance", compile_first)
-        results = train(replace(SMALL, steps=300), device="cpu").results
-        assert results["compile_seconds"] == pytest.approx(pause, rel=0.5)
-        assert results["seconds"] - 0.3 * results["step_ms"] >= 0.5 * pause
+        monkeypatch.setattr(Trainer, "advance", timed_advance)
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+        reports: list[Progress] = []
+        results = train(SMALL, device="cpu", watch=reports.append).results
+        assert results["seconds"] == pytest.approx(7.5)
+        assert results["step_ms"] == pytest.approx(10)
+        assert results["compile_seconds"] == pytest.approx(5)
+        assert results["examples_per_second"] == pytest.approx(250 * 64 / 7.5)
+        assert [p.examples_per_second for p in reports] == pytest.approx([64 / 0.060, 64 / 0.010, 64 / 0.010])
+        assert [p.seconds_left for p in reports] == pytest.approx([150 * 0.060, 50 * 0.010, 0])
+
+    def test_reports_are_means_of_their_windows_with_errors_in_percent(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trainers: list[Trainer] = []
+        restart = Trainer.snapshot
+        monkeypatch.setattr(Trainer, "snapshot", lambda trainer: trainers.append(trainer) or restart(trainer))
+        reports: list[Progress] = []
+        log = JsonLines(tmp_path / "log.jsonl")
+        train(SMALL, device="cpu", watch=reports.append, log=log)
+        lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+        losses, errors = trainers[0].losses.tolist(), trainers[0].errors.tolist()
+        for report, line, (start, end) in zip(reports, lines, [(0, 100), (100, 200), (200, 250)], strict=True):
+            assert report.loss == pytest.approx(sum(losses[start:end]) / (end - start), rel=1e-5)
+            assert report.error == pytest.approx(100 * sum(errors[start:end]) / (end - start), rel=1e-5)
+            assert (line["loss"], line["error"]) == (report.loss, report.error)
 
     def test_a_finished_run_is_not_run_again(self, tmp_path: Path) -> None:
         store = Store(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import cos, pi
 
 import pytest
 import torch
@@ -40,3 +41,17 @@ def test_a_run_takes_its_epochs_from_the_task() -> None:
     assert trainer.batches.per_epoch == 9
     assert [len(set(trainer.schedule[i : i + 9].tolist())) for i in (0, 9, 18, 27)] == [1, 1, 1, 1]
     assert len(set(trainer.schedule.tolist())) == 4
+
+
+def test_the_cosine_begins_after_the_warmup_and_ends_at_the_final_rate() -> None:
+    run = replace(SMALL, steps=10, warmup=4, final=0.1)
+    schedule = schedule_factors(run, torch.device("cpu")).tolist()
+    assert schedule[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert schedule[4:] == pytest.approx([0.1 + 0.9 * 0.5 * (1 + cos(pi * step / 6)) for step in range(6)])
+    long = schedule_factors(replace(run, steps=10_000), torch.device("cpu"))
+    assert long[-1].item() == pytest.approx(0.1, abs=1e-5)
+
+
+def test_a_constant_rate_stays_after_the_warmup() -> None:
+    run = replace(SMALL, steps=6, warmup=2, schedule="constant", final=0.1)
+    assert schedule_factors(run, torch.device("cpu")).tolist() == [0.5, 1, 1, 1, 1, 1]

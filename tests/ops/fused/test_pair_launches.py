@@ -1,4 +1,4 @@
-"""Both factors in one cooperative launch: what happens where the driver refuses it."""
+"""Both factors in one launch: for few tokens, and what happens where the driver refuses a cooperative launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from buttress.ops.fused import kernels, launches, pair_launches
 from buttress.ops.fused.launches import Launch
 from buttress.ops.fused.pair_launches import report_refused_launch
 from buttress.ops.tuning import Forward, Tuning
-from kernel_cases import DEVICE, GPU, check
+from kernel_cases import DEVICE, GPU, LIMIT, check, poison_new_buffers, relative
 from processes import ENV, HERE
 
 TOO_LARGE = "Triton Error [CUDA]: too many blocks in cooperative launch"
@@ -73,6 +73,59 @@ def test_other_errors_of_the_driver_are_not_hidden(refused: list[str]) -> None:
     refused[:] = ["Triton Error [CUDA]: an illegal memory access was encountered"]
     with pytest.raises(RuntimeError, match="illegal memory access"):
         check(bt.BTT(rank=2), 21, 38, 70)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """The launches of the kernel for few tokens."""
+    launched: list[Launch] = []
+    launch = Launch.__call__
+
+    def call(self: Launch, programs: int, *args: Any) -> None:
+        if self.kernel is kernels.decode_pair:
+            launched.append(self)
+        launch(self, programs, *args)
+
+    monkeypatch.setattr(Launch, "__call__", call)
+    poison_new_buffers(monkeypatch)
+    return launched
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 35])
+@pytest.mark.parametrize(
+    ("structure", "d_in", "d_out"),
+    [
+        (bt.BTT(rank=3), 67, 71),  # padded to 70 = 10 × 7 and 72 = 8 × 9
+        (bt.BTT(rank=8), 67, 64),  # more inputs of a second block than are read at a time
+        (bt.TensorTrain(rank=2), 67, 71),  # both weights are shared
+        (bt.Monarch(8), 64, 556),  # more outputs of a second block than a program has
+    ],
+    ids=str,
+)
+def test_few_tokens(structure: bt.Structure, d_in: int, d_out: int, tokens: int, decoded: list[Launch]) -> None:
+    check(structure, d_in, d_out, tokens, scaled=True)
+    assert len(decoded) == 1, "the call with frozen operands alone"
+
+
+def test_few_tokens_of_a_normalized_layer(decoded: list[Launch]) -> None:
+    layer = bt.StructuredLinear(67, 71, bt.BTT(rank=2), normalize=True, device=DEVICE)
+    layer.requires_grad_(False)
+    for factor, gain, size in zip(layer.factors.values(), layer.gains.values(), (3.0, 0.5), strict=True):
+        factor.mul_(size)  # the larger one is scaled down to its initial size
+        gain.mul_(1.5 * size)
+    x = torch.randn(3, 67, device=DEVICE)
+    y = ops.apply(layer.chain, x, layer.stored_factors(), layer.bias, scales=layer.scales(), impl="triton")
+    exact = x.double() @ layer.double().weight.T + layer.bias
+    assert len(decoded) == 1
+    assert relative(y, exact) < LIMIT[torch.float32]
+
+
+@pytest.mark.parametrize(("tokens", "d_out", "launches"), [(64, 64, 1), (65, 64, 0), (64, 49, 0)])
+def test_more_tokens_or_fewer_blocks_are_not_decoded(
+    tokens: int, d_out: int, launches: int, decoded: list[Launch]
+) -> None:
+    check(bt.BTT(), 64, d_out, tokens)
+    assert len(decoded) == launches
 
 
 class TestOnTheGpu:

@@ -49,7 +49,7 @@ class LowRank(Structure):
         if self.rank is not None:
             rank = self.rank
         elif self.fraction is not None:
-            # Rounded up, but 0.1 * 30 = 3.0000000000000004 is three.
+            # Rounded up, but 0.07 * 100 = 7.000000000000001 is seven.
             rank = max(1, ceil(self.fraction * small - 1e-9))
         else:
             rank = isqrt(max(small, 1) - 1) + 1

@@ -167,3 +167,9 @@ def test_a_token_folder_is_on_disk_before_it_has_its_name(
 def test_a_corpus_is_inside_the_data_folder(corpus: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not inside the data folder"):
         load("text", folder=tmp_path).at(Run(task="text", model="gpt", corpus=corpus))
+
+
+def test_tokens_are_stored_in_as_few_bytes_as_the_vocabulary_allows() -> None:
+    sizes = {vocab: folder_module.dtype_of(vocab).itemsize for vocab in (2, 2**16, 2**16 + 1)}
+    assert sizes == {2: 2, 2**16: 2, 2**16 + 1: 4}
+    assert [folder_module.padded_vocab(vocab) for vocab in (1, 64, 65, 50257)] == [64, 64, 128, 50304]

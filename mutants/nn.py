@@ -1,0 +1,132 @@
+"""Mistakes in the structured modules."""
+
+from __future__ import annotations
+
+from mutants.mutation import Mutation
+
+LINEAR = ("tests/nn/test_linear.py", "tests/nn/test_structured.py")
+EMBEDDING = ("tests/nn/test_embedding.py",)
+ATTENTION = ("tests/nn/test_attention.py",)
+POINTWISE = ("tests/nn/test_pointwise_conv.py",)
+
+MUTATIONS = (
+    Mutation(
+        "the first factor starts at zero",
+        "nn/structured.py",
+        "last = self.chain.factors[-1]",
+        "last = self.chain.factors[0]",
+        (*LINEAR, *EMBEDDING),
+    ),
+    Mutation(
+        "the gain repeats the normalization",
+        "nn/structured.py",
+        "self.gains[f.name].copy_(1 / self._normalizer(f.name))",
+        "self.gains[f.name].copy_(self._normalizer(f.name))",
+        (*LINEAR, *EMBEDDING),
+    ),
+    Mutation(
+        "small factors enlarged instead of large ones bounded",
+        "nn/structured.py",
+        ".clamp(min=1.0))",
+        ".clamp(max=1.0))",
+        LINEAR,
+    ),
+    Mutation(
+        "gains not tied",
+        "nn/structured.py",
+        "in ((self.factors, other.factors), (self.gains, other.gains)):",
+        "in ((self.factors, other.factors),):",
+        (*LINEAR, *EMBEDDING),
+    ),
+    Mutation(
+        "recompute ignored by the layer",
+        "nn/linear.py",
+        "recompute=self.recompute,",
+        "recompute=False,",
+        LINEAR,
+    ),
+    Mutation(
+        "a zero weight projected, so that nothing learns",
+        "nn/linear.py",
+        "{} if zero else project(layer.structure, linear.weight).factors",
+        "project(layer.structure, linear.weight).factors",
+        LINEAR,
+    ),
+    Mutation(
+        "from_dense forgets the bias",
+        "nn/linear.py",
+        "project(layer.structure, linear.weight).factors, linear.bias)",
+        "project(layer.structure, linear.weight).factors)",
+        LINEAR,
+    ),
+    Mutation(
+        "scores of attention not scaled",
+        "nn/attention.py",
+        "scores = (q * self.head_dim**-0.5) @ k.mT",
+        "scores = q @ k.mT",
+        ATTENTION,
+    ),
+    Mutation(
+        "the padding mask shifted by the added keys",
+        "nn/attention.py",
+        "keys = F.pad(_additive(padding, dtype), (0, added))",
+        "keys = F.pad(_additive(padding, dtype), (added, 0))",
+        ATTENTION,
+    ),
+    Mutation(
+        "dropout of attention in eval mode",
+        "nn/attention.py",
+        "drop = self.dropout if self.training else 0.0",
+        "drop = self.dropout",
+        ATTENTION,
+    ),
+    Mutation(
+        "attention weights always averaged",
+        "nn/attention.py",
+        "weights.mean(1) if average_attn_weights else weights",
+        "weights.mean(1)",
+        ATTENTION,
+    ),
+    Mutation(
+        "the padding row gets a gradient",
+        "nn/embedding.py",
+        "return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)",
+        "return rows",
+        EMBEDDING,
+    ),
+    Mutation(
+        "an embedding's deviation around its mean",
+        "nn/embedding.py",
+        "std=rms(embedding.weight.detach()).item(),",
+        "std=embedding.weight.detach().std().item(),",
+        EMBEDDING,
+    ),
+    Mutation(
+        "a stride in one dimension ignored",
+        "nn/pointwise_conv.py",
+        "if all(step == 1 for step in stride):",
+        "if any(step == 1 for step in stride):",
+        POINTWISE,
+    ),
+    Mutation(
+        "a convolution's memory format lost",
+        "nn/pointwise_conv.py",
+        "return y if channels_last else y.contiguous()",
+        "return y.contiguous()",
+        POINTWISE,
+    ),
+    Mutation(
+        "writes through out= unnoticed",
+        "nn/computed.py",
+        "if tensor._version != version:",
+        "if tensor._version < version:",
+        ("tests/nn/test_computed.py",),
+    ),
+    Mutation(
+        "a split layer counts the outputs of its first part",
+        "nn/split_linear.py",
+        "return sum(self.sizes)",
+        "return self.sizes[0]",
+        ("tests/nn/test_split_linear.py",),
+    ),
+)

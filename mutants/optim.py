@@ -1,0 +1,153 @@
+"""Mistakes in learning rates and weight decay."""
+
+from __future__ import annotations
+
+from mutants.mutation import Mutation
+
+FACTS = ("tests/optim/test_facts.py",)
+RATES = ("tests/optim/test_rates.py", "tests/optim/test_groups.py", "tests/optim/test_rates_embedding.py")
+TRANSFER = ("tests/optim/test_width_transfer.py", "tests/optim/test_facts.py")
+MATRICES = ("tests/optim/test_matrices.py",)
+
+MUTATIONS = (
+    Mutation(
+        "the bias of attention counted three times",
+        "optim/facts.py",
+        "d_out //= 3",
+        "d_out //= 1",
+        (*FACTS, *TRANSFER, *MATRICES),
+    ),
+    Mutation(
+        "embeddings not decayed",
+        "optim/facts.py",
+        'kind="embedding: one row per token", layer=name, d_out=d_out, decays=True',
+        'kind="embedding: one row per token", layer=name, d_out=d_out, decays=False',
+        (*FACTS, *RATES, "tests/optim/test_weight_decay.py"),
+    ),
+    Mutation(
+        "gains decayed",
+        "optim/facts.py",
+        'layer=f"{name}.gains", d_out=1, decays=False',
+        'layer=f"{name}.gains", d_out=1, decays=True',
+        (*FACTS, *RATES, "tests/optim/test_weight_decay.py"),
+    ),
+    Mutation(
+        "parts of a fused layer taken for equal",
+        "optim/facts.py",
+        "n / module.out_features for p, n in",
+        "1 / len(module.sizes) for p, n in",
+        TRANSFER,
+    ),
+    Mutation(
+        "the size of an embedding's rows ignored",
+        "optim/facts.py",
+        "row_std=module.std or 1.0,",
+        "row_std=1.0,",
+        RATES,
+    ),
+    Mutation(
+        "vectors trained by Muon",
+        "optim/rates.py",
+        'rule = options.rule if facts.is_matrix or options.rule != "muon" else "adam"',
+        "rule = options.rule",
+        RATES,
+    ),
+    Mutation(
+        "structure_aware ignored",
+        "optim/rates.py",
+        "if options.structure_aware:",
+        "if options.structure_aware or True:",
+        RATES,
+    ),
+    Mutation(
+        "frozen parameters get a rate",
+        "optim/rates.py",
+        "if parameter.requires_grad:",
+        "if parameter is not None:",
+        RATES,
+    ),
+    Mutation(
+        "scale replaces the multiplier",
+        "optim/rates.py",
+        "_rounded(rate.multiplier * scale)",
+        "_rounded(scale)",
+        RATES,
+    ),
+    Mutation(
+        "a tied parameter scaled by its first name alone",
+        "optim/rates.py",
+        "next((scales.values[n] for n in every_own_name if n in scales.values), None)",
+        "scales.values.get(name)",
+        RATES,
+    ),
+    Mutation(
+        "multipliers rounded to three digits",
+        "optim/rates.py",
+        'float(f"{multiplier:.14g}")',
+        'float(f"{multiplier:.3g}")',
+        RATES,
+    ),
+    Mutation(
+        "width transfer inverted",
+        "optim/width_transfer.py",
+        "rate(rule, d_in, d_out) / rate(rule, base_in, base_out)",
+        "rate(rule, base_in, base_out) / rate(rule, d_in, d_out)",
+        TRANSFER,
+    ),
+    Mutation(
+        "a part compared with the whole fused layer of the base",
+        "optim/width_transfer.py",
+        "return base_in, base_out * facts.share",
+        "return base_in, base_out",
+        TRANSFER,
+    ),
+    Mutation(
+        "a wider table taken for a matrix",
+        "optim/width_transfer.py",
+        "facts.table_shape[:-1] != in_base.table_shape[:-1]",
+        "facts.table_shape != in_base.table_shape",
+        MATRICES,
+    ),
+    Mutation(
+        "the fan-in of a convolution without its kernel",
+        "optim/matrices.py",
+        'kind="convolution", d_in=p[0].numel()',
+        'kind="convolution", d_in=p.shape[1]',
+        FACTS,
+    ),
+    Mutation(
+        "groups of a transposed convolution ignored",
+        "optim/matrices.py",
+        "d_in=p[:, 0].numel() // module.groups",
+        "d_in=p[:, 0].numel()",
+        FACTS,
+    ),
+    Mutation(
+        "the gates of a recurrent layer counted as one matrix",
+        "optim/matrices.py",
+        'p.shape[0] if key.startswith("weight_hr") else module.hidden_size',
+        "p.shape[0]",
+        MATRICES,
+    ),
+    Mutation(
+        "groups merged across weight decays",
+        "optim/groups.py",
+        "key = (p.multiplier, p.weight_decay, p.rule)",
+        "key = (p.multiplier, 0.0, p.rule)",
+        RATES,
+    ),
+    Mutation(
+        "a warning while all rates are still zero",
+        "optim/flattened_rates.py",
+        "if len(set(rates)) == 1 and rates[0] != 0:",
+        "if len(set(rates)) == 1:",
+        ("tests/optim/test_flattened_rates.py",),
+    ),
+    Mutation(
+        "keywords of one module applied to all",
+        "optim/weight_decay.py",
+        "(is_inside and any(keyword in inside for keyword in keywords))",
+        "any(keyword in inside for keyword in keywords)",
+        ("tests/optim/test_weight_decay.py",),
+    ),
+)

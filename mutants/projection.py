@@ -1,0 +1,115 @@
+"""Mistakes in projecting a dense matrix."""
+
+from __future__ import annotations
+
+from mutants.mutation import Mutation
+
+TESTS = ("tests/projection/test_closed_form.py", "tests/projection/test_refinement.py")
+
+MUTATIONS = (
+    Mutation(
+        "the roots of the singular values lost",
+        "projection/closed_form.py",
+        "unfold(left * root[:, None, :] ** 2, rest_axes)",
+        "unfold(left * root[:, None, :], rest_axes)",
+        TESTS,
+    ),
+    Mutation(
+        "a sum over shared entries instead of their mean",
+        "projection/closed_form.py",
+        "tensor = tensor / copies.clamp_min(1)",
+        "tensor = tensor / 1",
+        TESTS,
+    ),
+    Mutation(
+        "whitened factors kept where they are worse",
+        "projection/closed_form.py",
+        "return min((tensors, without_moments), key=lambda",
+        "return max((tensors, without_moments), key=lambda",
+        TESTS,
+    ),
+    Mutation(
+        "inputs that are always zero not replaced",
+        "projection/closed_form.py",
+        "block_moments.diagonal(dim1=-2, dim2=-1)[empty] = 1",
+        "block_moments.diagonal(dim1=-2, dim2=-1)[empty] = 0",
+        TESTS,
+    ),
+    Mutation(
+        "output error relative to the weight",
+        "projection/closed_form.py",
+        "_norm_ratio(difference @ target.root, target.weight @ target.root)",
+        "_norm_ratio(difference @ target.root, target.weight)",
+        TESTS,
+    ),
+    Mutation(
+        "factors not balanced",
+        "projection/closed_form.py",
+        "tensors = balanced(draft.tensors, [init_std(f) for f in draft.chain.factors])",
+        "tensors = draft.tensors",
+        TESTS,
+    ),
+    Mutation(
+        "no sweeps with moments",
+        "projection/closed_form.py",
+        "sweeps = 0 if moments is None else SWEEPS",
+        "sweeps = 0",
+        TESTS,
+    ),
+    Mutation(
+        "earlier sweeps repeated",
+        "projection/closed_form.py",
+        "inputs, sweeps - start.sweeps)",
+        "inputs, sweeps)",
+        TESTS,
+    ),
+    Mutation(
+        "shared blocks counted as one block",
+        "projection/closed_form.py",
+        "first.blocks == first.shared == 1",
+        "first.blocks == 1",
+        TESTS,
+    ),
+    Mutation(
+        "window of the projection shifted for even kernels",
+        "projection/closed_form.py",
+        "torch.arange(size) - size // 2) % ring",
+        "torch.arange(size) - (size - 1) // 2) % ring",
+        TESTS,
+    ),
+    Mutation(
+        "the largest useful rank refused",
+        "projection/closed_form.py",
+        "if chain.size(bond) > (full := min(blocks.shape[1:])):",
+        "if chain.size(bond) >= (full := min(blocks.shape[1:])):",
+        TESTS,
+    ),
+    Mutation(
+        "one term too few between regrouped blocks",
+        "projection/closed_form.py",
+        "_truncated_svd(submatrices, int(term.max()) + 1)",
+        "_truncated_svd(submatrices, max(1, int(term.max())))",
+        TESTS,
+    ),
+    Mutation(
+        "damping ignored",
+        "projection/refinement.py",
+        "(wide + wide.mT) / 2 + damping * eye",
+        "(wide + wide.mT) / 2 + 1e-6 * eye",
+        TESTS,
+    ),
+    Mutation(
+        "a sweep that is worse is kept",
+        "projection/refinement.py",
+        "        if not distance < least:\n            return Refinement(best, converged=True)\n",
+        "",
+        TESTS,
+    ),
+    Mutation(
+        "ratio of conjugate gradients inverted",
+        "projection/refinement.py",
+        "(norm / previous_norm) * direction",
+        "(previous_norm / norm) * direction",
+        TESTS,
+    ),
+)
