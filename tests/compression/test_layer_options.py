@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import buttress as bt
-from buttress.compression.layer_options import _thinned, cost_function
+from buttress.compression.layer_options import cost_function, thinned
 from shared_inputs import net
 
 
@@ -20,7 +20,7 @@ def test_costs_by_hand() -> None:
 @pytest.mark.parametrize(("levels", "expected"), [(1, [9]), (2, [5, 9]), (4, [2, 5, 7, 9])])
 def test_the_costliest_member_below_each_level_is_kept(levels: int, expected: list[int]) -> None:
     costs = {bt.LowRank(rank=rank): 10.0 * rank for rank in range(1, 10)}
-    assert _thinned(costs, 100.0, levels) == [bt.LowRank(rank=rank) for rank in expected]
+    assert thinned(costs, 100.0, levels) == [bt.LowRank(rank=rank) for rank in expected]
 
 
 def test_families_with_sharing_are_compared_only_if_they_are_named() -> None:

@@ -83,7 +83,7 @@ def as_family(candidate: Candidate) -> type[Structure] | Structure:
     return candidate
 
 
-def _thinned(costs: Mapping[Structure, float], dense: float, levels: int) -> list[Structure]:
+def thinned(costs: Mapping[Structure, float], dense: float, levels: int) -> list[Structure]:
     """The costliest member below each of `levels` equally spaced fractions of the dense cost, without duplicates."""
     ordered = sorted(costs, key=lambda member: costs[member])
     members: dict[Structure, None] = {}
@@ -144,7 +144,7 @@ class LayerOptions:
             if not members or members[0].chain(*self.sizes).shares_parameters:
                 return []
         costs = {member: self.price(member, *self.sizes) for member in family.family(*self.sizes)}
-        return _thinned(costs, self.price(None, *self.sizes), levels)
+        return thinned(costs, self.price(None, *self.sizes), levels)
 
     def _add(self, member: Structure) -> None:
         dense, after = self.choices[0].cost_before, self.price(member, *self.sizes)
