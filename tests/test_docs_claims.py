@@ -103,7 +103,7 @@ def test_relative_errors_at_both_ends() -> None:
 
     (c,) = [c for key, c in comparisons("tf32", "train_error", "macs").items() if key.structure == "btt"]
     ends = [100 * (1 - x.value) for x in (c.first_ratio, c.last_ratio)]
-    assert "BTT errs {:.0f} % less than dense at the small end and {:.1f} % less".format(*ends) in CIFAR
+    assert "BTT's train error is {:.0f} % below dense at the small end and {:.1f} % below".format(*ends) in CIFAR
 
 
 def test_a_slower_version_would_move_the_crossing() -> None:

@@ -102,7 +102,7 @@ def test_an_error_of_zero_is_left_out_and_named() -> None:
     answer = verdict([*DENSE, *BTT, model("btt", 512, 0.0, 160)], ["train_error"])
     assert answer is not None
     assert answer.text == verdict([*DENSE, *BTT], ["train_error"]).text  # type: ignore[union-attr]
-    assert "1 results without a logarithm" in answer.certainty
+    assert "undefined, such as an error of zero: 1." in answer.certainty
 
 
 def test_times_that_do_not_overlap() -> None:

@@ -166,9 +166,9 @@ def _certainty(lines: Iterable[Lines]) -> Iterator[str]:
     else:
         yield (
             f"{min(seeds)} to {max(seeds)} seeds per model. ± is the largest standard error of a difference. It and "
-            "the intervals contain the noise between seeds alone, neither that of the clock nor the error of "
+            "the intervals reflect the noise between seeds alone: they include neither timing noise nor the error of "
             "interpolating between sizes."
         )
     left_out = sum(not is_comparable(p, "macs") for p in models)
     if left_out:
-        yield f"{left_out} results without a logarithm, such as an error of zero, are left out."
+        yield f"Results left out because their logarithm is undefined, such as an error of zero: {left_out}."
