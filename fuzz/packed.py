@@ -43,6 +43,8 @@ def run_case(case: Case) -> None:
     random, inputs = case.random, case.inputs
     folder = case.folder / "packed"
     shutil.copytree(inputs.folder, folder)
+    if random.random() < 0.5:
+        np.savez_compressed(folder / "labels.npz", train=inputs.arrays[1], test=inputs.arrays[3])
     path = random.choice(sorted(folder.iterdir()))
     kind = random.random()
     if kind < 0.1:

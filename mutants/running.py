@@ -53,8 +53,13 @@ class Copy:
 
     @classmethod
     def of(cls, repository: Path, root: Path, source: str = SOURCE) -> Copy:
-        """Copy a repository without its history, environments and caches."""
-        shutil.copytree(repository, root, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        """Copy a repository without its history, environments, caches and runs."""
+
+        def ignored(folder: str, names: list[str]) -> set[str]:
+            runs = {"runs", "out"} if Path(folder) == repository else set()
+            return {*shutil.ignore_patterns(*NOT_COPIED)(folder, names), *runs}
+
+        shutil.copytree(repository, root, ignore=ignored)
         return cls(root, source)
 
     @contextmanager

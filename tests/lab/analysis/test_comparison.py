@@ -173,5 +173,9 @@ class TestCompareAll:
         assert error is not None
         assert error > 1
 
+    def test_impossible_noise(self) -> None:
+        with pytest.raises(FitError, match="from 0 up"):
+            compare_all(self.LINES, "dense", noise=-1)
+
     def test_without_the_base(self) -> None:
         assert compare_all({"btt": self.LINES["btt"]}, "dense") == {}

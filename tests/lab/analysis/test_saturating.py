@@ -67,6 +67,11 @@ def test_error_over_seeds() -> None:
     assert error == pytest.approx(float(np.std(others)), rel=0.5)
 
 
+def test_unknown_parameter() -> None:
+    with pytest.raises(FitError, match="lines share 'floor' or 'exponent' or 'nothing', not 'flor'"):
+        fit_saturating({"a": line(20, 20, 0.3)}, "flor")  # type: ignore[arg-type]
+
+
 def test_too_few_sizes() -> None:
     with pytest.raises(FitError, match="needs 3 different macs or more of b"):
         fit_saturating({"a": line(20, 20, 0.3), "b": line(20, 20, 0.3, sizes=2)})

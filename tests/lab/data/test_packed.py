@@ -8,6 +8,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ class TestReading:
             cifar(packed)
         write_manifest(packed)
         assert cifar(packed).fingerprint != first
+
+    def test_damaged_compressed_labels(self, packed: Path) -> None:
+        with np.load(packed / "labels.npz") as labels:
+            np.savez_compressed(packed / "labels.npz", **dict(labels))
+        content = (packed / "labels.npz").read_bytes()
+        assert cifar(packed).epoch
+        for position in range(40, len(content) // 2):
+            (packed / "labels.npz").write_bytes(
+                content[:position] + bytes([content[position] ^ 255]) + content[position + 1 :]
+            )
+            with suppress(DataError):  # or the change was in what is not read
+                cifar(packed)
 
     def test_other_images_without_a_manifest_are_refused(self, tmp_path: Path) -> None:
         write_folder(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from buttress import ButtressError
-from buttress.lab.runs.config import Run
+from buttress.lab.runs.config import ConfigError, Run
 from buttress.lab.runs.records import Record
 from buttress.lab.runs.store import Store
 from buttress.lab.sweeps import interleaved, run_queue
@@ -108,12 +109,36 @@ def test_a_lost_gpu_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sweep([bad, RUNS[0]], Store(tmp_path), on=Interleaved(1), device="cpu", data=tmp_path)
 
 
+def test_runs_that_take_turns_are_not_compiled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be compiled, because compiling one resets the others"):
+        sweep(RUNS, Store(tmp_path), on=Interleaved(2), device="cpu", compiled=True)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
-    runs = [replace(SMALL, structure=s, width=256, steps=300, precision="tf32") for s in ("btt", "monarch", "")]
+    """Runs start while others replay their graphs, end early, run without a graph, or pause every few steps."""
+    small = replace(SMALL, width=256, steps=300, precision="tf32")
+    runs = [replace(small, structure=s, mixup=m) for s, m in (("btt", 0.0), ("monarch", 0.5), ("", 0.0))]
+    runs += [replace(small, evaluate=2, steps=60), replace(small, optimizer="sgd", lr=1e-3, steps=100)]
     alone = [train(run, device="cuda") for run in runs]
-    together = sweep(runs, Store(tmp_path), on=Interleaved(3), device="cuda")
-    for one, other in zip(alone, together, strict=True):
+    together = sweep([*runs, DIVERGING], Store(tmp_path), on=Interleaved(2), device="cuda")
+    assert [r.status for r in together] == ["done"] * len(runs) + ["diverged"]
+    for one, other in zip(alone, together, strict=False):
         for name in ("train_loss", "test_loss"):
             assert other.results[name] == pytest.approx(one.results[name], rel=1e-3)
+        assert not {"peak_gib", "mfu", "compile_seconds"} & set(other.results)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@pytest.mark.gpu
+def test_packed_images_on_a_gpu(tmp_path: Path) -> None:
+    """The augmentation is compiled once for each way to resample and to mix, while other runs replay their graphs."""
+    data = os.environ.get("BUTTRESS_DATA")
+    if data is None:
+        pytest.skip("needs CIFAR-10 in BUTTRESS_DATA")
+    start = Run(task="cifar10", width=64, depth=1, batch=256, steps=200, mixup=0.8, precision="tf32")
+    runs = [start, replace(start, mixup_on="pixels"), replace(start, resample="bilinear"), replace(start, seed=1)]
+    alone = [train(run, device="cuda", data=data) for run in runs]
+    together = sweep(runs, Store(tmp_path), on=Interleaved(2), device="cuda", data=data)
+    for one, other in zip(alone, together, strict=True):
+        assert other.results["train_loss"] == pytest.approx(one.results["train_loss"], rel=1e-3)

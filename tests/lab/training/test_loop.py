@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from buttress.lab.training.devices import TooLargeError
 from buttress.lab.training.divergence import DivergenceError
 from buttress.lab.training.logs import JsonLines
 from buttress.lab.training.loop import Progress, next_pause, train
+from buttress.lab.training.state import Snapshot
 from buttress.lab.training.trainer import Trainer
 from lab_runs import SMALL
 
@@ -78,6 +80,22 @@ class TestTrain:
             assert report.loss == pytest.approx(sum(losses[start:end]) / (end - start), rel=1e-5)
             assert report.error == pytest.approx(100 * sum(errors[start:end]) / (end - start), rel=1e-5)
             assert (line["loss"], line["error"]) == (report.loss, report.error)
+
+    def test_one_snapshot_exists_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is as large as the model and its optimizer state."""
+        take = Trainer.snapshot
+        taken: list[weakref.ref[Snapshot]] = []
+        counts = []
+
+        def counted(trainer: Trainer) -> Snapshot:
+            counts.append(sum(reference() is not None for reference in taken))
+            snapshot = take(trainer)
+            taken.append(weakref.ref(snapshot))
+            return snapshot
+
+        monkeypatch.setattr(Trainer, "snapshot", counted)
+        train(replace(SMALL, steps=400), device="cpu")
+        assert counts == [0] * 4
 
     def test_a_finished_run_is_not_run_again(self, tmp_path: Path) -> None:
         store = Store(tmp_path)

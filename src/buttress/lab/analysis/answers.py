@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 from buttress.lab.analysis.experiments import Experiment
 from buttress.lab.analysis.lines import LineKey, Metric, label, largest_activations, tuned
@@ -20,11 +21,12 @@ def feature_updates(records: Iterable[Record]) -> str | None:
     Returns:
         A sentence, or None if no line has two widths.
     """
-    lines: dict[LineKey, dict[int, float]] = defaultdict(dict)
+    seeds: dict[LineKey, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for r in records:
         if r.results.get("feature_update", 0.0) > 0:
-            lines[LineKey.of(r.run)][r.run.width] = r.results["feature_update"]
-    return _spread("the size of feature updates changes", lines)
+            seeds[LineKey.of(r.run)][r.run.width].append(r.results["feature_update"])
+    means = {key: {width: fmean(values) for width, values in line.items()} for key, line in seeds.items()}
+    return _spread("the size of feature updates changes", means)
 
 
 def learning_rates(records: Iterable[Record], metric: Metric) -> str | None:

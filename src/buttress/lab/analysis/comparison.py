@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from buttress.lab.analysis.frontier import Frontier, crossings, mean_over_log
+from buttress.lab.analysis.frontier import Frontier, common_range, crossings, mean_over_log
 from buttress.lab.analysis.point import Against, Array, FitError, Point, columns, is_comparable, seed_noise
 
 Key = TypeVar("Key", bound=Hashable)
@@ -119,11 +119,13 @@ def compare(
     Raises:
         FitError: If no cost lies within both lines, a point has no such cost, or the noise is not a number from 0 up.
     """
-    noise = seed_noise([*line, *base]) if noise is None else noise
-    if noise is not None and not 0 <= noise < math.inf:
-        raise FitError(f"the noise between seeds is a number from 0 up, got {noise}")
+    noise = _checked_noise(seed_noise([*line, *base]) if noise is None else noise)
     pair = Frontier.of(line, against), Frontier.of(base, against)
-    start, end = _common_range(*pair, against)
+    span = common_range(*pair)
+    if span is None:
+        spans = " and ".join(f"{frontier.cost[0]:.3g} .. {frontier.cost[-1]:.3g}" for frontier in pair)
+        raise FitError(f"no {against} lie within both lines: they span {spans}; add model sizes")
+    start, end = span
     costs = sorted({float(x) for frontier in pair for x in frontier.cost if start <= x <= end})
     samples = [] if noise is None else list(_resample(line, base, against, noise, np.random.default_rng(seed)))
     differences = _estimates(pair, samples, lambda a, b: np.array([a.at(x) - b.at(x) for x in costs]))
@@ -154,31 +156,28 @@ def compare_all(
 
     Returns:
         The comparisons; lines that have no cost in common with the base are left out.
+
+    Raises:
+        FitError: If the noise is not a number from 0 up.
     """
-    noise = seed_noise(p for line in lines.values() for p in line) if noise is None else noise
+    noise = _checked_noise(seed_noise(p for line in lines.values() for p in line) if noise is None else noise)
     usable = {key: [p for p in line if is_comparable(p, against)] for key, line in lines.items()}
-    result = {}
-    for key, line in usable.items():
-        if key != base and line and usable.get(base):
-            try:
-                result[key] = compare(line, usable[base], against=against, noise=noise)
-            except FitError:  # no common cost
-                continue
-    return result
+    frontiers = {key: Frontier.of(line, against) for key, line in usable.items() if line}
+    return {
+        key: compare(usable[key], usable[base], against=against, noise=noise)
+        for key in frontiers
+        if key != base and base in frontiers and common_range(frontiers[key], frontiers[base]) is not None
+    }
 
 
 Pair = tuple[Frontier, Frontier]
 Measure = Callable[[Frontier, Frontier], Array]
 
 
-def _common_range(first: Frontier, second: Frontier, against: Against) -> tuple[float, float]:
-    start, end = max(first.cost[0], second.cost[0]), min(first.cost[-1], second.cost[-1])
-    if start > end:
-        raise FitError(
-            f"no {against} lie within both lines: they span {first.cost[0]:.3g} .. {first.cost[-1]:.3g} and "
-            f"{second.cost[0]:.3g} .. {second.cost[-1]:.3g}; add model sizes"
-        )
-    return float(start), float(end)
+def _checked_noise(noise: float | None) -> float | None:
+    if noise is not None and not 0 <= noise < math.inf:
+        raise FitError(f"the noise between seeds is a number from 0 up, got {noise}")
+    return noise
 
 
 def _trend(first: Frontier, second: Frontier, start: float, end: float) -> Array:

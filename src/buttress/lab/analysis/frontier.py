@@ -61,16 +61,22 @@ class Frontier:
         return float(np.exp(np.interp(-math.log(error), -np.log(self.error), np.log(self.cost))))
 
 
+def common_range(first: Frontier, second: Frontier) -> tuple[float, float] | None:
+    """Smallest and largest cost that both frontiers span, or None if there is none."""
+    start, end = max(first.cost[0], second.cost[0]), min(first.cost[-1], second.cost[-1])
+    return (float(start), float(end)) if start <= end else None
+
+
 def mean_log_ratio(first: Frontier, second: Frontier) -> float | None:
     """Mean of ln(error of the first / error of the second) over the costs that both span, on a logarithmic axis.
 
     Returns:
         The mean, or None if they have no cost in common.
     """
-    start, end = max(first.cost[0], second.cost[0]), min(first.cost[-1], second.cost[-1])
-    if start > end:
+    span = common_range(first, second)
+    if span is None:
         return None
-    knots = np.array(sorted({float(x) for x in (*first.cost, *second.cost) if start <= x <= end}))
+    knots = np.array(sorted({float(x) for x in (*first.cost, *second.cost) if span[0] <= x <= span[1]}))
     ratios = np.log([first.at(x) / second.at(x) for x in knots])
     return mean_over_log(knots, ratios)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,8 @@ def fit_saturating(
         FitError: If a line has too few points, or the points do not determine the law.
         MissingExtraError: If scipy is not installed.
     """
+    if shared not in get_args(Shared):
+        raise FitError(f"lines share {' or '.join(map(repr, get_args(Shared)))}, not {shared!r}")
     problem = _Problem.of(lines, shared, against)
     best = problem.solve(problem.log_error)
     degrees = problem.log_error.size - best.x.size
@@ -162,5 +164,6 @@ class _Problem:
             return None
         rng = np.random.default_rng(seed)
         draws = self.log_error + noise / np.sqrt(self.seeds) * rng.standard_normal((RESAMPLES, self.log_error.size))
-        deviations: Array = np.std([self.solve(draw, best + 1e-6).x for draw in draws], axis=0, ddof=1)
+        start = best + 1e-6  # a floor of zero is at its bound, where a solution cannot start
+        deviations: Array = np.std([self.solve(draw, start).x for draw in draws], axis=0, ddof=1)
         return deviations

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from html import escape
 
 from buttress.lab.analysis import figures, published
-from buttress.lab.analysis.comparison import compare
+from buttress.lab.analysis.comparison import Comparison, compare_all
 from buttress.lab.analysis.experiments import Experiment
 from buttress.lab.analysis.figures import LineStyles
 from buttress.lab.analysis.fits import MIN_SIZES, fit, saving
@@ -137,6 +137,7 @@ def _fits(e: Experiment) -> str:
     base = lines.get(BASELINE)
     if base is None:
         return ""
+    comparisons = compare_all(lines, BASELINE)
     rows = []
     for key, line in lines.items():
         try:
@@ -147,27 +148,27 @@ def _fits(e: Experiment) -> str:
             rows.append([key.label, why, "", "", ""])
             continue
         cells = [key.label, f"{law.exponent:.3f} ± {law.exponent_error:.3f}", f"{law.low:.3f} .. {law.high:.3f}"]
-        rows.append(cells + (["", ""] if key == BASELINE else _comparison(line, base)))
+        rows.append(cells + (["", ""] if key == BASELINE else [_trend(comparisons.get(key)), _saving(line, base)]))
     head = ("structure", "exponent", "95 %", "minus dense, on common MACs", "fewer MACs for the same error")
     return html_table(head, rows)
 
 
-def _comparison(line: Sequence[Point], base: Sequence[Point]) -> list[str]:
-    """The difference of two exponents on the MACs that both lines span, and the saving of MACs."""
-    try:
-        trend = compare(line, base).trend
-    except FitError:
-        trend = None
-    exponents = "no MACs in common"
-    if trend is not None:
-        error = "" if trend.standard_error is None else f" ± {trend.standard_error:.3f}"
-        exponents = f"{-trend.value:+.3f}{error}"
+def _trend(comparison: Comparison | None) -> str:
+    """The difference of two exponents on the MACs that both lines span."""
+    trend = comparison.trend if comparison is not None else None
+    if trend is None:
+        return "no range of MACs in common"
+    error = "" if trend.standard_error is None else f" ± {trend.standard_error:.3f}"
+    return f"{-trend.value:+.3f}{error}"
+
+
+def _saving(line: Sequence[Point], base: Sequence[Point]) -> str:
+    """How many times fewer MACs a line needs for the same error; empty if no error is reached by both."""
     try:
         less = saving(line, base)
-        factor = f"{less.ratio:.3g}× ({less.low:.2g} .. {less.high:.2g}) at {less.error:.3g} %"
     except FitError:
-        factor = ""
-    return [exponents, factor]
+        return ""
+    return f"{less.ratio:.3g}× ({less.low:.2g} .. {less.high:.2g}) at {less.error:.3g} %"
 
 
 def _widths(e: Experiment, styles: LineStyles) -> str:

@@ -75,7 +75,10 @@ def verdict(records: Iterable[Record], metrics: Sequence[Metric] = ("train_error
     """
     done = [r for r in records if r.status == "done"]
     lines = {metric: points(done, metric) for metric in metrics}
-    contests = {against: list(_contests(lines, against)) for against in ("macs", "seconds")}
+    costs: tuple[Against, ...] = ("macs", "seconds")
+    contests = {
+        against: [c for metric in metrics if (c := contest(metric, lines[metric], against))] for against in costs
+    }
     if not contests["macs"]:
         return None
     sentences = ["At equal MACs, " + "; ".join(map(_at_equal_macs, contests["macs"])) + "."]
@@ -113,12 +116,20 @@ def leading_line(lines: Lines, against: Against) -> LineKey | None:
     return min(candidates, key=rank)
 
 
-def _contests(lines: Mapping[Metric, Lines], against: Against) -> Iterator[Contest]:
-    for metric, by_key in lines.items():
-        comparisons = compare_all(by_key, BASELINE, against=against)
-        key = leading_line({k: by_key[k] for k in by_key if k in comparisons or k == BASELINE}, against)
-        if key is not None:
-            yield Contest(metric, key, comparisons[key])
+def contest(metric: Metric, lines: Lines, against: Against) -> Contest | None:
+    """Compare the leading structure with the dense models.
+
+    Args:
+        metric: The error that the points have.
+        lines: Points of each line.
+        against: The cost.
+
+    Returns:
+        The contest, or None if no structure has a cost in common with the dense models.
+    """
+    comparisons = compare_all(lines, BASELINE, against=against)
+    key = leading_line({k: line for k, line in lines.items() if k in comparisons or k == BASELINE}, against)
+    return None if key is None else Contest(metric, key, comparisons[key])
 
 
 def _at_equal_macs(contest: Contest) -> str:
@@ -165,7 +176,7 @@ def _certainty(lines: Iterable[Lines]) -> Iterator[str]:
         yield "One seed per model: the noise between seeds is not known."
     else:
         yield (
-            f"{min(seeds)} to {max(seeds)} seeds per model. ± is the largest standard error of a difference. It and "
+            f"{min(seeds)} to {max(seeds)} seeds per model. ± is a standard error, the largest of a range. It and "
             "the intervals reflect the noise between seeds alone: they include neither timing noise nor the error of "
             "interpolating between sizes."
         )

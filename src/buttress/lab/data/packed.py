@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def write_manifest(folder: Path | str) -> Path:
     """Write the manifest of a packed folder whose images are known to be right, so that tasks read it from then on.
 
     Args:
-        folder: The folder, with all training shards.
+        folder: The folder, with all training shards; its largest label is that of the last class.
 
     Returns:
         Path of the manifest.
@@ -86,6 +87,8 @@ def write_manifest(folder: Path | str) -> Path:
     """
     folder = Path(folder)
     count = len(list(folder.glob("train_*.webp")))
+    if count > manifests.MAX_SHARDS:
+        raise DataError(f"{folder} has {count} training shards, more than the {manifests.MAX_SHARDS} of a manifest")
     mosaics = {
         "train": [_decode(folder, shard_name(n)) for n in range(count)],
         "test": [_decode(folder, shard_name(None))],
@@ -152,7 +155,7 @@ def _decode(folder: Path, name: str) -> Bytes:
                     f"{TILE} × {TILE}"
                 )
             pixels = np.asarray(mosaic.convert("RGB"))
-    except (UnidentifiedImageError, OSError) as error:
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
         raise DataError(f"{path} is not a WebP image, or is damaged: {error}") from error
     tiles = pixels.reshape(height // TILE, TILE, width // TILE, TILE, 3).transpose(0, 2, 1, 3, 4)
     return tiles.reshape(-1, TILE, TILE, 3)
@@ -183,7 +186,7 @@ def _load_labels(folder: Path, counts: Mapping[str, int]) -> dict[str, Bytes]:
                 if member.file_size > count + NPY_HEADER_BYTES:
                     raise ValueError(f"its array {split} has more than {count:,} labels")
                 labels[split] = _parse_npy(archive.read(member), count)
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+    except (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} does not hold the labels of the images: {error}") from error
     return labels
 

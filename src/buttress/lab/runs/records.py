@@ -60,10 +60,10 @@ class Record:
     """Results by name.
 
     Always train_error, train_loss, test_error and test_loss (errors in percent), seconds (all of training), step_ms
-    (median time per step since the run was last started or resumed), compile_seconds (compilation and graph capture,
-    since version 0.2) and examples_per_second. Depending on the run: examples (the training set's size),
-    tokens_per_second and head_macs (text), peak_gib and mfu, the used fraction of the peak speed (GPU), and
-    feature_update (probe).
+    (median time per step since the run was last started or resumed) and examples_per_second. Depending on the run:
+    examples (the training set's size), tokens_per_second and head_macs (text), feature_update (probe) and, of runs that
+    had their device to themselves, compile_seconds (compilation, graph capture and warmup), peak_gib and mfu, the used
+    fraction of the peak speed (GPU).
     """
     params: int = 0
     """Parameters of the model."""

@@ -7,16 +7,17 @@ have enqueued theirs. Processes that share a GPU take turns on it instead, unles
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from buttress import ButtressError
-from buttress.lab.runs.config import Run
+from buttress.lab.runs.config import ConfigError, Run
 from buttress.lab.runs.records import Record
 from buttress.lab.runs.store import RunInUseError, Store
 from buttress.lab.sweeps.engine import Engine, Job, Listener, SweepEvent
-from buttress.lab.sweeps.run_queue import RunQueue
+from buttress.lab.sweeps.run_queue import POLL_SECONDS, RunQueue
 from buttress.lab.training.devices import gpu_is_lost
 from buttress.lab.training.loop import Progress, Training, Watch
 
@@ -35,15 +36,26 @@ class Interleaved(Engine):
         """Train every run, a window of steps at a time; see `Engine.train`.
 
         Raises:
+            ConfigError: If runs that take turns are to be compiled.
             ButtressError: If the GPU cannot be used any more. The runs without a record can be trained by another
                 process.
         """
+        if job.compiled and self.count > 1:
+            raise ConfigError(
+                "runs that take turns cannot be compiled, because compiling one resets the others: leave out --compile "
+                "or --interleave"
+            )
         queue, never = RunQueue(runs, store), threading.Event()
         at_once = min(self.count, len(runs))
         turns: list[Turn] = []
+        next_look = 0.0
         try:
             while True:
-                while len(turns) < at_once and (item := queue.take(listen, never, wait=not turns)) is not None:
+                # A slot stays free while other processes train what is left; asking for their locks takes time.
+                while len(turns) < at_once and (not turns or time.monotonic() >= next_look):
+                    if (item := queue.take(listen, never, wait=not turns)) is None:
+                        next_look = time.monotonic() + POLL_SECONDS
+                        break
                     run, claim = item
                     steps = job.training(run, store, at_once, watch=_forward(run, listen))
                     turns.append(Turn(run, claim, steps))

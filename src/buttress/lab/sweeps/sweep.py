@@ -1,9 +1,9 @@
 """Sweeps: many runs, in worker processes or on a cluster.
 
 Runs that have a record are skipped, and a run that fails does not stop the others. An engine decides where runs are
-trained: `Local` in worker processes of this machine, `Ray` on a cluster. Several sweeps can share a store, on one
-machine or many: each run is trained by one of them. Killing everything loses only what was trained since the last
-checkpoints.
+trained: `Local` in worker processes of this machine, `Interleaved` in this process, `Ray` on a cluster. Several sweeps
+can share a store, on one machine or many: each run is trained by one of them. Killing everything loses only what was
+trained since the last checkpoints.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def translate_memory_errors(device: torch.device) -> Iterator[None]:
         first = text.partition("\n")[0].partition(". ")[0]
         raise TooLargeError(
             f"this run needs more memory than {device} has ({first}): choose a smaller width, depth or batch, fewer "
-            "steps, or a larger accumulate"
+            "steps, a larger accumulate, or fewer runs at a time"
         ) from error
 
 

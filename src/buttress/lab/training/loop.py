@@ -53,7 +53,7 @@ class Progress:
 
 Watch = Callable[[Progress], None]
 Training = Generator[None, None, Record]
-"""A run in training, which yields whenever its device has work to do, and returns the run's record."""
+"""A run in training, which yields each time that it has enqueued work on its device, and returns the run's record."""
 
 
 @dataclass(frozen=True)
@@ -212,15 +212,16 @@ def remove_leftovers(store: Store, run: Run) -> None:
 
 
 @dataclass(frozen=True)
-class Window:
-    """Steps between two pauses."""
+class TimedWindow:
+    """The steps between two pauses, and the time they took."""
 
-    first: int
-    """Step at which it starts."""
-    snapshot: Snapshot
-    """State at its start."""
-    started: float
-    """Time of its start."""
+    steps: int
+    seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time per step."""
+        return self.seconds / self.steps
 
 
 class TrainingLoop:
@@ -244,10 +245,8 @@ class TrainingLoop:
         metadata: dict[str, Any] = self.trainer.resume(folder) if folder is not None else {}
         self.seconds_before: float = metadata.get("seconds", 0.0)
         self.history = MetricHistory(metadata.get("looks", {}))
-        self.step_seconds: list[float] = []
-        """Mean time per step in each window."""
-        self.first_window = 0
-        """Steps in this process's first window."""
+        self.windows: list[TimedWindow] = []
+        """The windows that this process has trained."""
         if options.log is not None:
             # A run without a checkpoint measures again what it has logged at step 0.
             options.log.rewind(self.trainer.step if metadata else -1)
@@ -266,21 +265,14 @@ class TrainingLoop:
             DivergenceError: If the loss is not finite, or too large to recover.
         """
         stream = SideStream(self.options.device)
-        with stream:
-            self.history.measure(self.trainer, self.options.log)
-        while self.trainer.step < self.run.steps:
-            with stream:
-                window = self._start_window()
-            yield
-            with stream:
-                self._end_window(window)
-                self.history.measure(self.trainer, self.options.log)
-                self._save_if_due()
-        stream.join()
+        try:
+            yield from self._windows(stream)
+        finally:
+            stream.join()  # also after an error: the next model must not be allocated below kernels in flight
         record = build_record(
             self.trainer,
             seconds=self._seconds(),
-            step_ms=1e3 * median(self.step_seconds or [0.0]),
+            step_ms=1e3 * median([w.step_seconds for w in self.windows] or [0.0]),
             compile_seconds=self._compile_seconds(),
             at_once=self.options.at_once,
             metrics=self.history.metrics,
@@ -289,25 +281,38 @@ class TrainingLoop:
             raise self._with_history(_not_finite(record, self.run), self.run.steps)
         return record
 
-    def _start_window(self) -> Window:
-        """Enqueue the steps to the next pause."""
-        trainer = self.trainer
-        window = Window(trainer.step, trainer.snapshot(), time.perf_counter())
-        trainer.advance(next_pause(self.run, trainer.step))
-        return window
+    def _windows(self, stream: SideStream) -> Generator[None, None, None]:
+        """Train window by window, each of which ends with a pause."""
+        with stream:
+            self.history.measure(self.trainer, self.options.log)
+        while self.trainer.step < self.run.steps:
+            with stream:
+                first, started, snapshot = self.trainer.step, time.perf_counter(), self.trainer.snapshot()
+                self.trainer.advance(next_pause(self.run, first))
+            yield
+            with stream:
+                self._end_window(first, started, snapshot)
+                del snapshot  # as large as the state: the next one must not exist next to it
+                self.history.measure(self.trainer, self.options.log)
+                self._save_if_due()
 
-    def _end_window(self, window: Window) -> None:
-        """Wait for a window's steps, check the losses and report them."""
-        trainer, first = self.trainer, window.first
+    def _end_window(self, first: int, started: float, snapshot: Snapshot) -> None:
+        """Wait for a window's steps, check the losses and report them.
+
+        Args:
+            first: Step at which the window started.
+            started: Time of its start.
+            snapshot: State at its start.
+        """
+        trainer = self.trainer
         tables = (trainer.losses, trainer.errors)
         losses, errors = (trainer.group.all_reduce_mean(t[first : trainer.step]).cpu() for t in tables)
         if not losses.isfinite().all():
-            raise self._with_history(diagnose(trainer, window.snapshot), first)
+            raise self._with_history(diagnose(trainer, snapshot), first)
         loss, error = losses.mean().item(), 100 * errors.mean().item()
         if loss > trainer.task.divergence_threshold:
             raise self._with_history(_too_large(loss, trainer), trainer.step)
-        self.first_window = self.first_window or trainer.step - first
-        self.step_seconds.append((time.perf_counter() - window.started) / (trainer.step - first))
+        self.windows.append(TimedWindow(trainer.step - first, time.perf_counter() - started))
         self._report(first, loss, error)
 
     def _with_history(self, error: DivergenceError, steps: int) -> DivergenceError:
@@ -316,7 +321,7 @@ class TrainingLoop:
         return error
 
     def _report(self, first: int, loss: float, error: float) -> None:
-        trainer, options, seconds_per_step = self.trainer, self.options, self.step_seconds[-1]
+        trainer, options, seconds_per_step = self.trainer, self.options, self.windows[-1].step_seconds
         rate = trainer.batches.size / seconds_per_step
         if options.log is not None:
             norms = trainer.tables.norms[first : trainer.step]
@@ -335,11 +340,16 @@ class TrainingLoop:
             trainer.save(self.folder, seconds=self._seconds(), looks=self.history.metrics)
             self.last_saved = now
 
-    def _compile_seconds(self) -> float:
-        """By how much the first window exceeds its steps at the median time: compilation and capture."""
-        if len(self.step_seconds) < 2:
-            return 0.0
-        return max(0.0, self.first_window * (self.step_seconds[0] - median(self.step_seconds)))
+    def _compile_seconds(self) -> float | None:
+        """By how much the first window exceeds its steps at the median time: compilation, capture and warmup.
+
+        Returns:
+            The time, or None if it is unknown: from one window, or if other runs took turns with this one.
+        """
+        if len(self.windows) < 2 or self.options.at_once > 1:
+            return None
+        first, usual = self.windows[0], median(w.step_seconds for w in self.windows)
+        return max(0.0, first.seconds - first.steps * usual)
 
     def _seconds(self) -> float:
         """Duration of the run, including the time before it resumed."""

@@ -19,7 +19,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 def build_record(
-    trainer: Trainer, *, seconds: float, step_ms: float, compile_seconds: float, at_once: int, metrics: Metrics
+    trainer: Trainer, *, seconds: float, step_ms: float, compile_seconds: float | None, at_once: int, metrics: Metrics
 ) -> Record:
     """Evaluate a trainer at the end of its run and build the record.
 
@@ -27,7 +27,7 @@ def build_record(
         trainer: The trainer.
         seconds: Duration of the whole run.
         step_ms: Median time per step.
-        compile_seconds: Time of compilation and of capturing a CUDA graph.
+        compile_seconds: Time of compilation, of capturing a CUDA graph and of warmup; None if it is unknown.
         at_once: Runs that share the device.
         metrics: Metrics of the run over its steps.
 
@@ -45,15 +45,16 @@ def build_record(
         "test_loss": test_loss,
         "seconds": seconds,
         "step_ms": step_ms,
-        "compile_seconds": compile_seconds,
         "examples_per_second": run.steps * batch / max(seconds, 1e-9),
     }
+    if compile_seconds is not None:
+        results["compile_seconds"] = compile_seconds
     if trainer.task.epoch:
         results["examples"] = trainer.task.epoch
     if trainer.task.language:
         results["head_macs"] = trainer.head_macs
         results["tokens_per_second"] = batch * run.context / max(step_ms / 1e3, 1e-9)
-    if trainer.device.type == "cuda":
+    if trainer.device.type == "cuda" and at_once == 1:  # runs that share a GPU share its time and, perhaps, its memory
         results |= _gpu_results(trainer, step_ms)
     if run.probe:
         results["feature_update"] = trainer.tables.changes.mean().item()

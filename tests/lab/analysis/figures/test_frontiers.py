@@ -53,6 +53,12 @@ def test_without_crossing(records: list[Record]) -> None:
     assert texts(figure) == []
 
 
+def test_where_dense_overtakes_is_not_marked() -> None:
+    figure = frontier([*DENSE, model("btt", 64, 45, 10), model("btt", 256, 39, 80)])
+    assert figure is not None
+    assert texts(figure) == []
+
+
 def test_a_panel_for_each_metric() -> None:
     records = [*DENSE, *BTT]
     panels = [FrontierPanel(metric, records, metric) for metric in ("train_error", "test_error")]

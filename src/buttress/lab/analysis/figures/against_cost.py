@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from buttress.lab.analysis.comparison import compare_all
 from buttress.lab.analysis.figures.line_styles import LineStyle, LineStyles
 from buttress.lab.analysis.figures.style import (
     AXIS_LABELS,
@@ -21,9 +20,9 @@ from buttress.lab.analysis.figures.style import (
     set_title,
 )
 from buttress.lab.analysis.frontier import Frontier
-from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, points
+from buttress.lab.analysis.lines import LineKey, Metric, points
 from buttress.lab.analysis.point import Against, FitError, Point, short_cost
-from buttress.lab.analysis.verdict import leading_line
+from buttress.lab.analysis.verdict import contest
 from buttress.lab.runs.records import Record
 
 COLUMNS = 2
@@ -75,7 +74,7 @@ def frontiers(panels: Sequence[FrontierPanel], styles: LineStyles | None = None)
         set_log_axes(axes, "xy")
         set_plain_ticks(axes)
         set_cost_ticks(axes)
-        _mark_crossing(axes, lines, panel.against)
+        _mark_crossing(axes, panel.metric, lines, panel.against)
     add_legend(max(all_axes, key=lambda axes: len(axes.get_lines())), right=len(shown) > 1)
     return figure
 
@@ -95,15 +94,14 @@ def _draw(axes: Any, key: LineKey, line: Sequence[Point], against: Against, styl
     axes.plot([], [], **style.line | style.points, label=key.label)
 
 
-def _mark_crossing(axes: Any, lines: dict[LineKey, list[Point]], against: Against) -> None:
-    key = leading_line(lines, against)
-    comparison = compare_all(lines, BASELINE, against=against).get(key) if key is not None else None
-    crossing = comparison.crossing if comparison is not None else None
-    if crossing is None:
-        return
+def _mark_crossing(axes: Any, metric: Metric, lines: dict[LineKey, list[Point]], against: Against) -> None:
+    found = contest(metric, lines, against)
+    crossing = found.comparison.crossing if found is not None else None
+    if found is None or crossing is None or found.comparison.gaps[-1].difference > 0:
+        return  # there is no crossing, or the dense models overtake
     axes.axvline(crossing.cost, color="0.4", lw=1, ls=":")
-    if crossing.low is not None and crossing.high is not None:
-        axes.axvspan(crossing.low, crossing.high, color="0.4", alpha=0.12, lw=0)
+    if crossing.low is not None:
+        axes.axvspan(crossing.low, crossing.high or axes.get_xlim()[1], color="0.4", alpha=0.12, lw=0)
     axes.annotate(
         short_cost(crossing.cost, against), (crossing.cost, 1), xycoords=("data", "axes fraction"), xytext=(3, -10),
         textcoords="offset points", fontsize=SMALL, color="0.3",
