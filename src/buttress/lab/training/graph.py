@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -42,6 +43,7 @@ class GraphReplay:
         self._eager_steps = 0
 
     def _capture(self) -> torch.cuda.CUDAGraph:
+        gc.collect()  # the graph of an earlier run must not be destroyed during the capture of this one
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
