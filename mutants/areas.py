@@ -17,6 +17,7 @@ AREAS = (
     "compression",
     "costs",
     "training",
+    "analysis",
     "files",
 )
 """The modules with the mutations of each area."""

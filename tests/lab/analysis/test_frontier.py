@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buttress.lab.analysis.frontier import Frontier, crossings, mean_log_ratio
+from buttress.lab.analysis.frontier import Frontier, crossings, mean_log_ratio, mean_over_log
 from buttress.lab.analysis.point import FitError, Point
 
 
@@ -81,6 +81,11 @@ def test_mean_ratio_over_common_costs() -> None:
     assert mean_log_ratio(line, frontier((1, 80), (100, 8))) == pytest.approx(math.log(0.5))
     assert mean_log_ratio(line, frontier((100, 8), (200, 7))) == pytest.approx(math.log(0.5))
     assert mean_log_ratio(line, frontier((101, 8))) is None
+
+
+def test_means_are_over_logarithms() -> None:
+    assert mean_over_log(np.array([1.0, 10.0, 1000.0]), np.array([0.0, 3.0, 3.0])) == pytest.approx(2.5)
+    assert mean_over_log(np.array([5.0]), np.array([3.0])) == 3.0
 
 
 positive = st.floats(1e-3, 1e6)

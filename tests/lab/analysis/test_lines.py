@@ -80,6 +80,25 @@ def test_training_time_is_that_of_the_steps() -> None:
     assert point.seeds == 3
 
 
+@pytest.mark.parametrize(("versions", "seconds"), [
+    (("0.1.0", "0.2.0.dev0"), 1.0), (("0.10.0", "0.2.0"), 2.0), (("", "0.1.0"), 1.0), (("0.2.0", "0.2.0.dev0"), 1.5),
+])  # fmt: skip
+def test_times_are_those_of_the_newest_version(versions: tuple[str, str], seconds: float) -> None:
+    one = record("btt", 64, 10.0, steps=1000)
+    timed = [
+        replace(
+            one, run=replace(one.run, seed=i), results=one.results | {"step_ms": 2.0 - i}, environment={"buttress": v}
+        )
+        for i, v in enumerate(versions)
+    ]
+    assert points(timed)[BTT][0].seconds == seconds
+
+
+def test_a_repeated_record_is_no_further_seed() -> None:
+    one = record("btt", 64, 10.0)
+    assert points([one, one])[BTT][0].by_seed == (10.0,)
+
+
 def test_a_line_is_tuned_at_more_than_two_rates() -> None:
     two = [record("btt", 64, 10.0, lr=lr) for lr in (1e-3, 1e-2)]
     assert tuned(two) == {}

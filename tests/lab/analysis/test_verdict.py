@@ -50,6 +50,12 @@ def test_dense_ahead() -> None:
     )
 
 
+def test_a_structure_that_is_overtaken_is_behind() -> None:
+    answer = verdict([*DENSE, model("btt", 64, 45, 10), model("btt", 256, 39, 80)], ["train_error"])
+    assert answer is not None
+    assert answer.text.endswith("dense has the lowest train error (btt comes nearest, behind by 3.0 points at 80 s).")
+
+
 def test_ahead_on_average_only() -> None:
     answer = verdict([*DENSE, model("btt", 64, 51, 10), model("btt", 256, 30, 80)], ["train_error"])
     assert answer is not None

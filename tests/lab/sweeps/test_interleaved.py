@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +86,37 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path: Path, monkeyp
     worker.join(60)
     assert not worker.is_alive()
     assert [e.run for e in events if e.record is not None] == [free, busy]
+
+
+class RacingStore(Store):
+    """A store in which another process locks a run just after the queue has looked."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.looks = 0
+
+    @contextmanager
+    def lock(self, run: Run) -> Iterator[bool]:
+        self.looks += 1
+        if self.looks == 1:
+            yield True
+        else:
+            with super().lock(run) as granted:
+                yield granted
+
+
+def test_a_run_that_another_process_takes_first_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_queue, "POLL_SECONDS", 0.05)
+    store, busy = RacingStore(tmp_path), replace(SMALL, steps=50)
+    records: list[Record] = []
+    with Store(tmp_path).lock(busy):
+        worker = threading.Thread(target=lambda: records.extend(sweep([busy], store, on=Interleaved(2), device="cpu")))
+        worker.start()
+        while store.looks < 4 and worker.is_alive():
+            time.sleep(0.01)
+    worker.join(60)
+    assert not worker.is_alive()
+    assert [r.status for r in records] == ["done"]
 
 
 def test_an_interruption_releases_the_runs(tmp_path: Path) -> None:
