@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -132,6 +133,15 @@ def mutate_bytes(data: bytes, random: Random) -> bytes:
     if kind == 7:
         return b"" if random.random() < 0.3 else random.randbytes(random.randint(1, 200))
     return data[:end] + data[start:]
+
+
+def remove(path: Path, random: Random, secret: Path) -> None:
+    """Remove a file and, sometimes, leave a folder or a link to a file outside in its place."""
+    path.unlink()
+    if random.random() < 0.3:
+        path.mkdir()
+    elif random.random() < 0.4:
+        path.symlink_to(secret)
 
 
 def dump_json(value: Any, random: Random) -> bytes:

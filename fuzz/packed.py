@@ -12,7 +12,7 @@ from PIL import Image
 
 from buttress.lab.data import packed, write_manifest
 from fuzz.cases import Area, Case, Failure
-from fuzz.mutations import dump_json, mutate_bytes, mutate_json
+from fuzz.mutations import dump_json, mutate_bytes, mutate_json, remove
 
 SHARDS, COUNT = 2, 4
 
@@ -48,11 +48,7 @@ def run_case(case: Case) -> None:
     path = random.choice(sorted(folder.iterdir()))
     kind = random.random()
     if kind < 0.1:
-        path.unlink()
-        if random.random() < 0.3:
-            path.mkdir()
-        elif random.random() < 0.4:
-            path.symlink_to(case.traps.secret)
+        remove(path, random, case.traps.secret)
     elif path.suffix == ".json":
         changed = mutate_json(json.loads(path.read_text()), random, random.choice((1, 1, 2)))
         path.write_bytes(dump_json(changed, random))

@@ -23,22 +23,22 @@ MUTATIONS = (
     Mutation(
         "a frontier falls beyond its last model",
         "lab/analysis/frontier.py",
-        "np.interp(math.log(cost), np.log(self.cost), np.log(self.error))",
-        "np.interp(math.log(cost), np.log(self.cost), np.log(self.error), right=np.log(self.error[-1] / 2))",
+        "np.interp(np.log(costs), np.log(self.cost), np.log(self.error))",
+        "np.interp(np.log(costs), np.log(self.cost), np.log(self.error), right=np.log(self.error[-1] / 2))",
         FRONTIER,
     ),
     Mutation(
         "a budget below the first model buys it",
         "lab/analysis/frontier.py",
-        "if cost < self.cost[0]:",
-        "if cost < 0:",
+        "np.where(costs < self.cost[0], np.inf, errors)",
+        "errors",
         FRONTIER,
     ),
     Mutation(
         "interpolation in costs instead of their logarithms",
         "lab/analysis/frontier.py",
-        "np.interp(math.log(cost), np.log(self.cost), np.log(self.error))",
-        "np.interp(cost, self.cost, np.log(self.error))",
+        "np.interp(np.log(costs), np.log(self.cost), np.log(self.error))",
+        "np.interp(costs, self.cost, np.log(self.error))",
         FRONTIER,
     ),
     Mutation(
@@ -93,15 +93,15 @@ MUTATIONS = (
     Mutation(
         "ratios the other way around",
         "lab/analysis/comparison.py",
-        "np.array([a.at(x) / b.at(x) for x in (start, end)])",
-        "np.array([b.at(x) / a.at(x) for x in (start, end)])",
+        "a.errors_at(ends) / b.errors_at(ends)",
+        "b.errors_at(ends) / a.errors_at(ends)",
         COMPARISON,
     ),
     Mutation(
         "the trend of the base relative to the line",
         "lab/analysis/comparison.py",
-        "np.log([first.at(x) / second.at(x) for x in costs])",
-        "np.log([second.at(x) / first.at(x) for x in costs])",
+        "np.log(first.errors_at(costs) / second.errors_at(costs))",
+        "np.log(second.errors_at(costs) / first.errors_at(costs))",
         COMPARISON,
     ),
     Mutation(
@@ -156,8 +156,8 @@ MUTATIONS = (
     Mutation(
         "a repeated record counts as a seed",
         "lab/analysis/lines.py",
-        "for record in {r.run: r for r in records}.values():",
-        "for record in records:",
+        'for record in {r.run: r for r in records if r.status == "done"}.values():',
+        'for record in (r for r in records if r.status == "done"):',
         LINES,
     ),
     Mutation(

@@ -144,7 +144,6 @@ def test_noise_between_seeds() -> None:
 
 
 def test_distance_from_the_published_errors() -> None:
-    from generation.cifar import interpolate
     from generation.cifar_comparison import mlp_scaling
 
     from buttress.lab.analysis import published
@@ -152,7 +151,7 @@ def test_distance_from_the_published_errors() -> None:
 
     def distances(metric: str, curves: published.Mapping[str, published.Curve]) -> dict[str, list[float]]:
         return {
-            key.structure: [p.error - float(interpolate(curves[key.structure], p.macs)) for p in line]
+            key.structure: [p.error - round(published.interpolate(curves[key.structure], p.macs), 1) for p in line]
             for key, line in points(mlp_scaling(), metric).items()
         }
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from buttress.lab.analysis import Point, figures, fit, published
 from buttress.lab.analysis.figures import FrontierPanel
 from buttress.lab.analysis.lines import points
@@ -16,12 +12,6 @@ from .markdown import table
 from .records import rows, runs
 
 
-def interpolate(curve: Sequence[tuple[float, float]], x: float) -> str:
-    """Return a published curve's value at x, linear in logarithms between its points."""
-    xs, ys = np.log(np.array(curve)).T
-    return f"{np.exp(np.interp(np.log(x), xs, ys)):.1f}"
-
-
 def scaling_table() -> str:
     curves = {"train_error": published.TRAIN_ERROR, "test_error": published.TEST_ERROR}
     lines = {metric: points(mlp_scaling(), metric) for metric in curves}
@@ -30,7 +20,10 @@ def scaling_table() -> str:
         for i, model in enumerate(models):
             errors = []
             for metric, curve in curves.items():
-                errors += [f"{lines[metric][key][i].error:.1f}", interpolate(curve[key.structure], model.macs)]
+                errors += [
+                    f"{lines[metric][key][i].error:.1f}",
+                    f"{published.interpolate(curve[key.structure], model.macs):.1f}",
+                ]
             costs = f"{model.width}", f"{model.macs:,.0f}", f"{model.seeds}"
             cells.append((key.label, *costs, *errors, f"{model.seconds:.0f}"))
     return table(

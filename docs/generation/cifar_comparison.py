@@ -8,7 +8,7 @@ from functools import cache
 from buttress.lab.analysis import Point
 from buttress.lab.analysis.comparison import Comparison, Estimate, compare_all
 from buttress.lab.analysis.frontier import Frontier
-from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, points, training_seconds
+from buttress.lab.analysis.lines import BASELINE, METRIC_NAMES, LineKey, Metric, points, training_seconds
 from buttress.lab.analysis.point import Against, seed_noise, short
 from buttress.lab.analysis.saturating import fit_saturating
 from buttress.lab.analysis.verdict import verdict
@@ -17,7 +17,7 @@ from buttress.lab.runs.records import Record
 from .markdown import table
 from .records import runs
 
-METRICS: dict[Metric, str] = {"train_error": "train error", "test_error": "test error"}
+METRICS: dict[Metric, str] = {metric: METRIC_NAMES[metric] for metric in ("train_error", "test_error")}
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -54,9 +54,9 @@ def plus_minus(estimate: Estimate, decimals: int) -> str:
 
 def answer() -> str:
     """Return the verdict on the runs in tf32, one sentence per line."""
-    found = verdict(mlp_scaling())
-    assert found is not None
-    return found.text.replace(". ", ".\n") + "\n"
+    conclusion = verdict(mlp_scaling())
+    assert conclusion is not None
+    return conclusion.text.replace(". ", ".\n") + "\n"
 
 
 def levels_table() -> str:

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from buttress.lab.analysis.lines import BASELINE, LineKey, alone, ordered, points, training_seconds, tuned
+from buttress.lab.analysis.lines import (
+    BASELINE,
+    LineKey,
+    alone,
+    feature_updates,
+    ordered,
+    points,
+    training_seconds,
+    tuned,
+)
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 from synthetic_records import record, study
@@ -96,7 +105,16 @@ def test_times_are_those_of_the_newest_version(versions: tuple[str, str], second
 
 def test_a_repeated_record_is_no_further_seed() -> None:
     one = record("btt", 64, 10.0)
-    assert points([one, one])[BTT][0].by_seed == (10.0,)
+    failed = Record(one.run, "failed", error="it broke when it was trained again")
+    assert points([one, one, failed])[BTT][0].by_seed == (10.0,)
+
+
+def test_feature_updates_are_means_over_seeds() -> None:
+    one = record("btt", 64, 10.0)
+    seeds = [
+        replace(one, run=replace(one.run, seed=i), results=one.results | {"feature_update": 1.0 + i}) for i in range(2)
+    ]
+    assert feature_updates([*seeds, record("", 64)]) == {BTT: {64: 1.5}}
 
 
 def test_a_line_is_tuned_at_more_than_two_rates() -> None:

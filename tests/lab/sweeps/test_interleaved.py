@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from buttress import ButtressError
+from buttress.lab.data import write_manifest
 from buttress.lab.runs.config import ConfigError, Run
 from buttress.lab.runs.records import Record
 from buttress.lab.runs.store import Store
@@ -24,6 +24,7 @@ from buttress.lab.sweeps.sweep import sweep
 from buttress.lab.training import checkpoints
 from buttress.lab.training.loop import train
 from lab_runs import DIVERGING, SMALL
+from packed_images import write_folder
 
 RUNS = [replace(SMALL, structure="btt"), replace(SMALL, seed=1, steps=350), replace(SMALL, width=24, mixup=0.5)]
 TIMES = {"seconds", "step_ms", "compile_seconds", "examples_per_second", "peak_gib"}
@@ -166,12 +167,12 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_packed_images_on_a_gpu(tmp_path: Path) -> None:
     """The augmentation is compiled once for each way to resample and to mix, while other runs replay their graphs."""
-    data = os.environ.get("BUTTRESS_DATA")
-    if data is None:
-        pytest.skip("needs CIFAR-10 in BUTTRESS_DATA")
-    start = Run(task="cifar10", width=64, depth=1, batch=256, steps=200, mixup=0.8, precision="tf32")
+    data = tmp_path / "data"
+    write_folder(data)
+    write_manifest(data)
+    start = Run(task="cifar10", width=64, depth=1, batch=6, steps=200, mixup=0.8, precision="tf32")
     runs = [start, replace(start, mixup_on="pixels"), replace(start, resample="bilinear"), replace(start, seed=1)]
     alone = [train(run, device="cuda", data=data) for run in runs]
-    together = sweep(runs, Store(tmp_path), on=Interleaved(2), device="cuda", data=data)
+    together = sweep(runs, Store(tmp_path / "runs"), on=Interleaved(2), device="cuda", data=data)
     for one, other in zip(alone, together, strict=True):
         assert other.results["train_loss"] == pytest.approx(one.results["train_loss"], rel=1e-3)

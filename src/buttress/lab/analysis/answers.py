@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from statistics import fmean
 
+from buttress.lab.analysis import lines
 from buttress.lab.analysis.experiments import Experiment
 from buttress.lab.analysis.lines import LineKey, Metric, label, largest_activations, tuned
 from buttress.lab.analysis.verdict import Verdict, verdict
@@ -21,12 +20,9 @@ def feature_updates(records: Iterable[Record]) -> str | None:
     Returns:
         A sentence, or None if no line has two widths.
     """
-    seeds: dict[LineKey, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for r in records:
-        if r.results.get("feature_update", 0.0) > 0:
-            seeds[LineKey.of(r.run)][r.run.width].append(r.results["feature_update"])
-    means = {key: {width: fmean(values) for width, values in line.items()} for key, line in seeds.items()}
-    return _spread("the size of feature updates changes", means)
+    measured = lines.feature_updates(records)
+    positive = {key: {width: size for width, size in line.items() if size > 0} for key, line in measured.items()}
+    return _spread("the size of feature updates changes", positive)
 
 
 def learning_rates(records: Iterable[Record], metric: Metric) -> str | None:
@@ -89,11 +85,11 @@ def answer(e: Experiment) -> Verdict | None:
     return Verdict(text, "") if text else None
 
 
-def _spread(what: str, lines: Mapping[LineKey, Mapping[int, float]]) -> str | None:
+def _spread(what: str, values: Mapping[LineKey, Mapping[int, float]]) -> str | None:
     """A sentence on the largest ratio of values between the widths of a line, by kind of learning rates."""
-    widths = sorted({width for line in lines.values() if len(line) > 1 for width in line})
+    widths = sorted({width for line in values.values() if len(line) > 1 for width in line})
     worst: dict[bool, tuple[float, str]] = {}
-    for key, line in lines.items():
+    for key, line in values.items():
         if len(line) > 1:
             ratio = max(line.values()) / min(line.values()), key.structure
             worst[key.aware] = max(worst.get(key.aware, ratio), ratio)

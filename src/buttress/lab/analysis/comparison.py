@@ -127,9 +127,10 @@ def compare(
         raise FitError(f"no {against} lie within both lines: they span {spans}; add model sizes")
     start, end = span
     costs = sorted({float(x) for frontier in pair for x in frontier.cost if start <= x <= end})
+    knots, ends = np.array(costs), np.array([start, end])
     samples = [] if noise is None else list(_resample(line, base, against, noise, np.random.default_rng(seed)))
-    differences = _estimates(pair, samples, lambda a, b: np.array([a.at(x) - b.at(x) for x in costs]))
-    ratios = _estimates(pair, samples, lambda a, b: np.array([a.at(x) / b.at(x) for x in (start, end)]))
+    differences = _estimates(pair, samples, lambda a, b: a.errors_at(knots) - b.errors_at(knots))
+    ratios = _estimates(pair, samples, lambda a, b: a.errors_at(ends) / b.errors_at(ends))
     trend = None if start == end else _estimates(pair, samples, lambda a, b: _trend(a, b, start, end))[0]
     crossed = [x for x in crossings(*pair) if start <= x <= end]
     return Comparison(
@@ -184,7 +185,7 @@ def _trend(first: Frontier, second: Frontier, start: float, end: float) -> Array
     """Least-squares slope of ln(ratio) on ln(cost), at costs that are evenly spaced in logarithms; shape (1,)."""
     costs = np.geomspace(start, end, GRID)
     u = np.log(costs) - np.log(costs).mean()
-    return np.array([(u @ np.log([first.at(x) / second.at(x) for x in costs])) / (u @ u)])
+    return np.array([(u @ np.log(first.errors_at(costs) / second.errors_at(costs))) / (u @ u)])
 
 
 def _estimates(pair: Pair, samples: Sequence[Pair], quantity: Measure) -> list[Estimate]:

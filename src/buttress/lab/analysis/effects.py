@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, stdev
 
 from buttress import parse
 from buttress.lab.analysis.lines import Metric
-from buttress.lab.runs.config import Run
+from buttress.lab.runs.config import AUGMENTATION_FIELDS, Run
 from buttress.lab.runs.records import Record
 
-CHOICES = ("schedule", "mixup_on", "resample")
+CHOICES = ("schedule", *AUGMENTATION_FIELDS)
 """Fields whose effect is compared, next to the options of a structure."""
 
 
@@ -51,19 +51,18 @@ def effects(records: Iterable[Record], metric: Metric) -> list[Effect]:
     """
     done = [r for r in records if r.status == "done"]
     values = {r.run: r.results[metric] for r in done}
-    found: dict[tuple[Run, str], list[float]] = defaultdict(list)
+    changes: dict[tuple[Run, str], list[float]] = defaultdict(list)
     for r in done:
         baseline = without_changes(r.run)
         if baseline != r.run and baseline in values:
-            found[replace(baseline, seed=0), describe_changes(r.run)].append(values[r.run] - values[baseline])
-    return [Effect(model, change, tuple(by_seed)) for (model, change), by_seed in found.items()]
+            changes[replace(baseline, seed=0), describe_changes(r.run)].append(values[r.run] - values[baseline])
+    return [Effect(model, change, tuple(by_seed)) for (model, change), by_seed in changes.items()]
 
 
 def without_changes(run: Run) -> Run:
     """The run with all choices and all options of its structure at their defaults."""
-    defaults = {f.name: f.default for f in fields(Run) if f.name in CHOICES}
     structure = parse(run.structure).name if run.structure else ""
-    return Run.from_dict(asdict(run) | defaults | {"structure": structure})
+    return replace(run, structure=structure, **{name: getattr(Run, name) for name in CHOICES})
 
 
 def describe_changes(run: Run) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from buttress.lab.analysis.lines import Metric, tuned
@@ -79,7 +79,7 @@ class Experiment:
 
 def setting(run: Run) -> Run:
     """The settings that a run shares with the others of its experiment, as a run."""
-    return Run.from_dict(asdict(run) | {f.name: f.default for f in fields(Run) if f.name in VARIED})
+    return replace(run, **{name: getattr(Run, name) for name in VARIED})
 
 
 def experiments(records: Iterable[Record]) -> list[Experiment]:
@@ -94,11 +94,11 @@ def experiments(records: Iterable[Record]) -> list[Experiment]:
     groups: dict[Run, list[Record]] = defaultdict(list)
     for record in records:
         groups[setting(record.run)].append(record)
-    found = [e for e in (Experiment(shared, group) for shared, group in groups.items()) if e.done]
+    finished = [e for e in (Experiment(shared, group) for shared, group in groups.items()) if e.done]
     rivals: dict[str, list[Run]] = defaultdict(list)
-    for e in found:
+    for e in finished:
         rivals[e.topic].append(e.setting)
-    return [replace(e, distinction=_distinction(e.setting, rivals[e.topic])) for e in found]
+    return [replace(e, distinction=_distinction(e.setting, rivals[e.topic])) for e in finished]
 
 
 def _distinction(own: Run, settings: Sequence[Run]) -> str:

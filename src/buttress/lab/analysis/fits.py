@@ -88,30 +88,7 @@ class Difference:
     p_value: float
     """P-value of the t-test that it is zero."""
     degrees: int
-    """Degrees of freedom of the t-test: the number of points minus that of the fitted parameters."""
-
-    @classmethod
-    def test(cls, estimate: float, standard_error: float, degrees: int) -> Difference:
-        """Test whether a difference is zero.
-
-        Args:
-            estimate: The difference.
-            standard_error: Its standard error.
-            degrees: Degrees of freedom of the standard error.
-
-        Returns:
-            The difference with its p-value.
-
-        Raises:
-            MissingExtraError: If scipy is not installed.
-        """
-        try:
-            from scipy.special import stdtr  # type: ignore[import-untyped]
-        except ImportError:
-            raise MissingExtraError("comparing exponents needs scipy: pip install 'buttress[lab]'") from None
-        # Points without scatter make equal exponents certain, and unequal ones too.
-        t = abs(estimate) / standard_error if standard_error else math.inf if estimate else 0.0
-        return cls(estimate, standard_error, float(2 * stdtr(degrees, -t)), degrees)
+    """Degrees of freedom of the t-test: the number of points minus two for each line."""
 
     def __str__(self) -> str:
         return f"{self.estimate:+.3f} ± {self.standard_error:.3f} (p = {self.p_value:.2g}, {self.degrees} degrees)"
@@ -211,11 +188,18 @@ def difference(
         FitError: If there are too few points, or one of them has no logarithm.
         MissingExtraError: If scipy is not installed.
     """
+    try:
+        from scipy.special import stdtr  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingExtraError("comparing exponents needs scipy: pip install 'buttress[lab]'") from None
     lines = [_line(*np.log(_series(points, against, window))) for points in (first, second)]
     degrees = sum(line.u.size - 2 for line in lines)
     variance = sum(float(line.squares) for line in lines) / degrees
     standard_error = math.sqrt(variance * sum(1 / line.spread for line in lines))
-    return Difference.test(float(lines[1].slope - lines[0].slope), standard_error, degrees)
+    estimate = float(lines[1].slope - lines[0].slope)
+    # Points without scatter make equal exponents certain, and unequal ones too.
+    t = abs(estimate) / standard_error if standard_error else math.inf if estimate else 0.0
+    return Difference(estimate, standard_error, float(2 * stdtr(degrees, -t)), degrees)
 
 
 def saving(

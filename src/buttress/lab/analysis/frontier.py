@@ -50,9 +50,12 @@ class Frontier:
 
     def at(self, cost: float) -> float:
         """The lowest error for a budget; infinity if it is below the first model's cost."""
-        if cost < self.cost[0]:
-            return math.inf
-        return float(np.exp(np.interp(math.log(cost), np.log(self.cost), np.log(self.error))))
+        return float(self.errors_at(np.array([cost]))[0])
+
+    def errors_at(self, costs: Array) -> Array:
+        """The lowest error for each budget, (costs,); see `at`."""
+        errors = np.exp(np.interp(np.log(costs), np.log(self.cost), np.log(self.error)))
+        return np.where(costs < self.cost[0], np.inf, errors)
 
     def cost_at(self, error: float) -> float | None:
         """The budget at which the frontier reaches an error, or None if it does not, or only before its first model."""
@@ -77,7 +80,7 @@ def mean_log_ratio(first: Frontier, second: Frontier) -> float | None:
     if span is None:
         return None
     knots = np.array(sorted({float(x) for x in (*first.cost, *second.cost) if span[0] <= x <= span[1]}))
-    ratios = np.log([first.at(x) / second.at(x) for x in knots])
+    ratios = np.log(first.errors_at(knots) / second.errors_at(knots))
     return mean_over_log(knots, ratios)
 
 
@@ -105,8 +108,8 @@ def crossings(first: Frontier, second: Frontier) -> list[float]:
     start = max(first.cost[0], second.cost[0])
     knots = [start, *sorted({*first.cost, *second.cost} - {start})]
     knots = [float(x) for x in knots if x >= start]
-    gaps = [math.log(first.at(x) / second.at(x)) for x in knots]
-    return list(_sign_changes(knots, gaps))
+    ratios = first.errors_at(np.array(knots)) / second.errors_at(np.array(knots))
+    return list(_sign_changes(knots, np.log(ratios).tolist()))
 
 
 def _sign_changes(knots: Sequence[float], gaps: Sequence[float]) -> Iterator[float]:

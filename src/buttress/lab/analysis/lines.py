@@ -15,6 +15,12 @@ from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
 Metric = Literal["train_error", "test_error", "test_loss"]
+METRIC_NAMES: dict[Metric, str] = {
+    "train_error": "train error",
+    "test_error": "test error",
+    "test_loss": "validation loss",
+}
+"""Metrics as texts and figures name them."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +82,8 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
         The points of each line.
     """
     sizes: dict[tuple[LineKey, int], dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in {r.run: r for r in records}.values():
-        if record.status == "done":
-            sizes[LineKey.of(record.run), record.macs][record.run.lr].append(record)
+    for record in {r.run: r for r in records if r.status == "done"}.values():
+        sizes[LineKey.of(record.run), record.macs][record.run.lr].append(record)
 
     def errors(seeds: Sequence[Record]) -> tuple[float, ...]:
         return tuple(r.results[metric] for r in sorted(seeds, key=lambda r: r.run.seed))
@@ -131,6 +136,15 @@ def training_seconds(record: Record) -> float | None:
     """
     milliseconds = record.results.get("step_ms", 0.0)
     return record.run.steps * milliseconds / 1e3 if milliseconds > 0 else None
+
+
+def feature_updates(records: Iterable[Record]) -> dict[LineKey, dict[int, float]]:
+    """Size of the feature updates by line and width, the mean over seeds; runs that did not measure it are ignored."""
+    seeds: dict[LineKey, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for r in records:
+        if "feature_update" in r.results:
+            seeds[LineKey.of(r.run)][r.run.width].append(r.results["feature_update"])
+    return {key: {width: fmean(values) for width, values in line.items()} for key, line in seeds.items()}
 
 
 def largest_activations(record: Record) -> list[tuple[int, float]]:

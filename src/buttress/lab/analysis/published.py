@@ -9,10 +9,12 @@ every factor). The numbers are in a JSON file next to this module, so that no co
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
+
+import numpy as np
 
 from buttress.lab.analysis.lines import Metric
 
@@ -20,6 +22,12 @@ Curve = tuple[tuple[float, float], ...]
 """Pairs of x and error."""
 
 _DATA: dict[str, Any] = json.loads(resources.files(__package__).joinpath("published.json").read_text("utf-8"))
+
+
+def interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
+    """A published curve's value at x: straight between its points in logarithms, constant beyond them."""
+    xs, ys = np.log(np.array(curve)).T
+    return float(np.exp(np.interp(np.log(x), xs, ys)))
 
 
 @dataclass(frozen=True)

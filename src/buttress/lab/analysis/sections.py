@@ -12,7 +12,7 @@ from buttress.lab.analysis.comparison import Comparison, compare_all
 from buttress.lab.analysis.experiments import Experiment
 from buttress.lab.analysis.figures import LineStyles
 from buttress.lab.analysis.fits import MIN_SIZES, fit, saving
-from buttress.lab.analysis.lines import BASELINE, Metric, label, points
+from buttress.lab.analysis.lines import BASELINE, METRIC_NAMES, Metric, label, points
 from buttress.lab.analysis.page import html_figure, html_folded, html_row, html_table
 from buttress.lab.analysis.point import FitError, Point
 from buttress.lab.recipes import find
@@ -77,10 +77,9 @@ def main_figure(e: Experiment, styles: LineStyles) -> str:
 
 def _error(e: Experiment, metric: Metric, styles: LineStyles) -> str:
     figure = figures.answer(e.done, metric, styles)
-    name = figures.AXIS_LABELS[metric].removesuffix(" (%)")
     if figure is None:
         return ""
-    text = f"{name.capitalize()} of every model; lines join those that no cheaper model matches."
+    text = f"{METRIC_NAMES[metric].capitalize()} of every model; lines join those that no cheaper model matches."
     if any(panel.texts for panel in figure.axes):
         text += " Dotted: where the lowest line overtakes dense, with the 95 % interval over seeds if it is known."
     return html_figure(figure, text)
@@ -96,11 +95,19 @@ def _power_laws(e: Experiment, styles: LineStyles) -> str:
     drawings = []
     for metric in e.metrics:
         figure = figures.scaling(e.done, metric, published=paper.errors[metric] if paper else None, styles=styles)
-        name = figures.AXIS_LABELS[metric].removesuffix(" (%)").capitalize()
-        drawings.append(html_figure(figure, f"{name} with power laws." + (" Hollow: published." if paper else "")))
+        drawings.append(
+            html_figure(
+                figure,
+                f"{METRIC_NAMES[metric].capitalize()} with power laws." + (" Hollow: published." if paper else ""),
+            )
+        )
     bars = figures.exponents(e.done, published=paper.exponents if paper else None, styles=styles)
     if bars:
-        drawings.append(html_figure(bars, "Exponents of the train error, 95 % bootstrap intervals."))
+        drawings.append(
+            html_figure(
+                bars, "Exponents of the train error, each over its own range of MACs, with 95 % bootstrap intervals."
+            )
+        )
     title = "Power laws" + (", next to the published results" if paper else "")
     return html_folded(title, html_row(*drawings) + _fits(e))
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from buttress.lab.analysis.comparison import Comparison, Crossing, compare_all
 from buttress.lab.analysis.frontier import Frontier, mean_log_ratio
-from buttress.lab.analysis.lines import BASELINE, LineKey, Metric, points
+from buttress.lab.analysis.lines import BASELINE, METRIC_NAMES, LineKey, Metric, points
 from buttress.lab.analysis.point import Against, Point, is_comparable
 from buttress.lab.runs.records import Record
 
-NAMES: dict[Metric, tuple[str, str, int]] = {
-    "train_error": ("train error", "points", 1),
-    "test_error": ("test error", "points", 1),
-    "test_loss": ("validation loss", "nats", 2),
+UNITS: dict[Metric, tuple[str, int]] = {
+    "train_error": ("points", 1),
+    "test_error": ("points", 1),
+    "test_loss": ("nats", 2),
 }
-"""Name, unit and decimals of each metric in a sentence."""
+"""Unit and decimals of differences of each metric."""
 
 Lines = Mapping[LineKey, Sequence[Point]]
 
@@ -42,17 +42,17 @@ class Contest:
 
     @property
     def name(self) -> str:
-        return NAMES[self.metric][0]
+        return METRIC_NAMES[self.metric]
 
     def amount(self, value: float, standard_error: float | None = None, at: str = "") -> str:
         """A distance with its unit, such as "2.6 points at 88 s (± 0.2)"."""
-        _, unit, decimals = NAMES[self.metric]
+        unit, decimals = UNITS[self.metric]
         error = "" if standard_error is None else f" (± {standard_error:.{decimals}f})"
         return f"{abs(value):.{decimals}f} {unit}{at}{error}"
 
     def span(self) -> str:
         """The range of differences from dense, such as "5.2 to 7.6 points below dense (± 0.3)"."""
-        _, unit, decimals = NAMES[self.metric]
+        unit, decimals = UNITS[self.metric]
         low, high = self.comparison.range
         if low < 0 < high:
             text = f"{self.amount(low)} below to {self.amount(high)} above"
@@ -175,10 +175,10 @@ def _certainty(lines: Iterable[Lines]) -> Iterator[str]:
     if max(seeds) == 1:
         yield "One seed per model: the noise between seeds is not known."
     else:
+        count = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
         yield (
-            f"{min(seeds)} to {max(seeds)} seeds per model. ± is a standard error, the largest of a range. It and "
-            "the intervals reflect the noise between seeds alone: they include neither timing noise nor the error of "
-            "interpolating between sizes."
+            f"{count} seeds per model. ± is a standard error, the largest of a range. It and the intervals reflect the "
+            "noise between seeds alone: they include neither timing noise nor the error of interpolating between sizes."
         )
     left_out = sum(not is_comparable(p, "macs") for p in models)
     if left_out:

@@ -50,8 +50,8 @@ class Task(ABC):
     streams: bool = False
     """Whether examples are read on the host during training. `draw` then returns the batches in the order that was
     passed to `prefetch`, and cannot be captured in a CUDA graph."""
-    augmentation_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of a run about augmentation that the task follows: "resample", "mixup_on"."""
+    follows_augmentation: ClassVar[bool] = False
+    """Whether the task follows the `AUGMENTATION_FIELDS` of a run."""
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
@@ -108,7 +108,7 @@ class Task(ABC):
     def draw_mixed(self, index: Tensor, generator: torch.Generator, share: Tensor) -> tuple[Tensor, Tensor]:
         """Draw like `draw`, with the pixels of each example mixed with those of the previous one, then normalized.
 
-        Only for tasks whose `augmentation_fields` have "mixup_on".
+        Only for tasks that follow the fields about augmentation.
 
         Args:
             index: Indices of the examples, on the task's device.

@@ -29,7 +29,7 @@ class _Cifar(Task):
 
     shape = (3, 32, 32)
     epoch = 50000
-    augmentation_fields = ("resample", "mixup_on")
+    follows_augmentation = True
     resample: Resample = "area"
     archive: ClassVar[str]
     md5: ClassVar[str]

@@ -34,6 +34,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Valid values of the fields that have a fixed set of them."""
 
+AUGMENTATION_FIELDS = ("mixup_on", "resample")
+"""Fields about augmentation that only tasks with augmented images follow; others refuse them."""
+
 POSITIVE = {
     "width": 2**20, "depth": 2**12, "heads": 2**16, "batch": 2**31, "steps": 10**8, "base_width": 2**20,
     "context": 2**24, "accumulate": 2**31,

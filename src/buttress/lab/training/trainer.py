@@ -16,7 +16,7 @@ from torch import Tensor
 
 from buttress import cost
 from buttress.lab.data import Task
-from buttress.lab.runs.config import ConfigError, Run
+from buttress.lab.runs.config import AUGMENTATION_FIELDS, ConfigError, Run
 from buttress.lab.training import checkpoints
 from buttress.lab.training.batches import Batches
 from buttress.lab.training.building import build_model, build_optimizer, compile_model
@@ -29,9 +29,6 @@ from buttress.lab.training.rates import LearningRates, schedule_factors
 from buttress.lab.training.state import Snapshot, TrainingState, check_metadata, checkpoint_metadata
 from buttress.lab.training.step import TrainingLoss, TrainingStep
 from buttress.lab.training.tables import StepTables
-
-AUGMENTATION_FIELDS = ("resample", "mixup_on")
-"""Fields of a run that only some tasks can follow."""
 
 
 class Trainer:
@@ -202,7 +199,7 @@ def check_run(run: Run, task: Task, group: ProcessGroup) -> None:
             f"smoothing={run.smoothing:g}, mixup={run.mixup:g}, probe={run.probe}"
         )
     for name in AUGMENTATION_FIELDS:
-        if getattr(run, name) != getattr(Run, name) and name not in task.augmentation_fields:
+        if getattr(run, name) != getattr(Run, name) and not task.follows_augmentation:
             raise ConfigError(f"{name}={getattr(run, name)} is not for the task {task.name}: leave it out")
     batch = min(run.batch, task.epoch or run.batch)
     if batch % (group.size * run.accumulate):

@@ -51,7 +51,7 @@ def answer(
 def frontiers(panels: Sequence[FrontierPanel], styles: LineStyles | None = None) -> Figure | None:
     """Error against cost: every model, and a line through those that no cheaper model matches.
 
-    A dotted line marks where the line that ends lowest overtakes the dense models, and a band the 95 % interval of that
+    A dotted line marks where the leading structure overtakes the dense models, and a band the 95 % interval of that
     cost over seeds.
 
     Args:
@@ -95,9 +95,9 @@ def _draw(axes: Any, key: LineKey, line: Sequence[Point], against: Against, styl
 
 
 def _mark_crossing(axes: Any, metric: Metric, lines: dict[LineKey, list[Point]], against: Against) -> None:
-    found = contest(metric, lines, against)
-    crossing = found.comparison.crossing if found is not None else None
-    if found is None or crossing is None or found.comparison.gaps[-1].difference > 0:
+    leader = contest(metric, lines, against)
+    crossing = leader.comparison.crossing if leader is not None else None
+    if leader is None or crossing is None or leader.comparison.gaps[-1].difference > 0:
         return  # there is no crossing, or the dense models overtake
     axes.axvline(crossing.cost, color="0.4", lw=1, ls=":")
     if crossing.low is not None:

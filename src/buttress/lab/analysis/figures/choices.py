@@ -7,17 +7,14 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from buttress.lab.analysis.effects import Effect, effects
 from buttress.lab.analysis.figures.compute import Curves
 from buttress.lab.analysis.figures.line_styles import LineStyle, LineStyles
 from buttress.lab.analysis.figures.style import WIDE, Figure, add_legend, new_panels, set_title
-from buttress.lab.analysis.lines import BASELINE, LineKey, Metric
+from buttress.lab.analysis.lines import BASELINE, METRIC_NAMES, LineKey, Metric
+from buttress.lab.analysis.published import interpolate
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
-
-TITLES: dict[Metric, str] = {"train_error": "train error", "test_error": "test error", "test_loss": "validation loss"}
 
 
 def differences(
@@ -44,9 +41,9 @@ def differences(
     looks = _looks(models, styles or LineStyles.of(done))
     size = WIDE[0], 0.9 + 0.2 * sum(max(row.count("\n") + 1, len(models) / 2) + 1 for row in rows)
     figure, panels = new_panels(len(metrics), share_y=True, size=size)
-    for panel, (metric, found) in zip(panels, by_metric.items(), strict=True):
+    for panel, (metric, measured) in zip(panels, by_metric.items(), strict=True):
         gaps = _published_gaps(done, models, metric, published[metric]) if published else []
-        for e in (*found, *gaps):
+        for e in (*measured, *gaps):
             place = rows.index(e.change) + 0.6 * ((models.index(e.model) + 0.5) / len(models) - 0.5)
             look = looks[e.model].hollow if e in gaps else looks[e.model].points
             panel.errorbar(e.mean, place, xerr=e.error, capsize=2, elinewidth=1, **look)
@@ -54,7 +51,7 @@ def differences(
         panel.set_yticks(range(len(rows)), rows)
         panel.set_ylim(len(rows) - 0.5, -0.5)
         panel.set_xlabel("change in points")
-        set_title(panel, TITLES[metric])
+        set_title(panel, METRIC_NAMES[metric])
     _name_models(panels[0], looks)
     add_legend(panels[0], "bars: standard error over seeds")
     return figure
@@ -83,7 +80,6 @@ def _published_gaps(
         same = [r for r in records if replace(r.run, seed=0) == model]
         curve = published.get(model.structure or BASELINE.structure)
         if curve:
-            xs, ys = np.log(np.array(curve)).T
-            error = float(np.exp(np.interp(np.log(same[0].macs), xs, ys)))
+            error = interpolate(curve, same[0].macs)
             gaps.append(Effect(model, "published", (error - fmean(r.results[metric] for r in same),)))
     return gaps

@@ -59,7 +59,7 @@ def scaling(
     set_log_axes(panel, "xy")
     set_plain_ticks(panel)
     set_cost_ticks(panel)
-    add_legend(panel, "exponent in brackets" + ("; hollow: published" if published else ""))
+    add_legend(panel, "hollow: published" if published else "")
     return figure
 
 
@@ -68,15 +68,13 @@ def _draw_law(panel: Any, key: LineKey, line: Sequence[Point], against: Against,
     xs = [p.macs if against == "macs" else p.seconds or 0.0 for p in line]
     errors = [p.error for p in line]
     try:
-        law = fit(line, against=against, resamples=200)
+        law = fit(line, against=against, resamples=1)
     except FitError:
-        text = key.label
         panel.plot(xs, errors, **style.line, alpha=0.5)
     else:
-        text = f"{key.label}  ({law.exponent:.3f} ± {law.exponent_error:.3f})"
         panel.plot(law.window, [law.predict(x) for x in law.window], **style.line)
     panel.plot(xs, errors, **style.points, ls="")
-    panel.plot([], [], **style.line | style.points, label=text)
+    panel.plot([], [], **style.line | style.points, label=key.label)
 
 
 def exponents(
@@ -85,7 +83,7 @@ def exponents(
     published: Mapping[str, tuple[float, float]] | None = None,
     styles: LineStyles | None = None,
 ) -> Figure | None:
-    """Fitted exponents with their intervals, next to the published ones.
+    """Fitted exponents with their intervals, next to the published ones. Each is that of its own range of MACs.
 
     Args:
         records: Run records.

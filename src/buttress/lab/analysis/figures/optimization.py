@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from buttress.lab.analysis import lines as analysis_lines
 from buttress.lab.analysis.figures.line_styles import MARKERS, LineStyle, LineStyles, by_family
 from buttress.lab.analysis.figures.style import (
     AXIS_LABELS,
@@ -95,10 +96,7 @@ def feature_updates(
     Returns:
         The figure, or None if no run measured its updates.
     """
-    lines: dict[LineKey, dict[int, float]] = defaultdict(dict)
-    for r in records:
-        if "feature_update" in r.results:
-            lines[LineKey.of(r.run)][r.run.width] = r.results["feature_update"]
+    lines = analysis_lines.feature_updates(records)
     if not lines:
         return None
     styles = styles or LineStyles(lines)

@@ -10,6 +10,7 @@ from math import ceil, isfinite
 from typing import Any
 
 from buttress import MissingExtraError
+from buttress.lab.analysis.lines import METRIC_NAMES
 
 try:
     import matplotlib
@@ -40,9 +41,9 @@ __all__ = [
 ]
 
 AXIS_LABELS = {
-    "train_error": "train error (%)",
-    "test_error": "test error (%)",
-    "test_loss": "validation loss (nats per token)",
+    "train_error": f"{METRIC_NAMES['train_error']} (%)",
+    "test_error": f"{METRIC_NAMES['test_error']} (%)",
+    "test_loss": f"{METRIC_NAMES['test_loss']} (nats per token)",
     "macs": "MACs",
     "seconds": "training seconds",
 }
