@@ -9,6 +9,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from PIL import Image
 from buttress.lab.data import DataError, load, manifest, write_manifest
 from buttress.lab.data.cifar import Cifar10
 from buttress.lab.data.packed import digest, read
+from buttress.lab.runs.config import Run
+from buttress.lab.training.trainer import Trainer
 from packed_images import write_folder, write_mosaic
 
 PACKED = Path(os.environ.get("BUTTRESS_DATA", "/nonexistent"))
@@ -49,6 +52,21 @@ class TestReading:
         assert torch.equal(task.x, torch.from_numpy(images.reshape(-1, 32, 32, 3)).permute(0, 3, 1, 2))
         assert task.y.tolist() == labels.ravel().tolist()
         assert (task.epoch, len(task.test_x)) == (18, 6)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+    def test_a_compiled_run_compiles_the_augmentation_once_and_draws_the_same(self, packed: Path) -> None:
+        eager, task = cifar(packed), cifar(packed)
+        run = Run(task="cifar10", width=8, batch=6, steps=2, smoothing=0.1)
+        first = Trainer(run, task, torch.device("cpu"), compiled=True).task
+        second = Trainer(replace(run, resample="bilinear"), task, torch.device("cpu"), compiled=True).task
+        assert isinstance(first, Cifar10)
+        assert isinstance(second, Cifar10)
+        assert first.augment is second.augment
+        assert first.augment != task._augment
+        for compiled in (first, second):
+            eager.resample = compiled.resample
+            expected, drawn = (t.draw(torch.arange(6), torch.Generator()) for t in (eager, compiled))
+            torch.testing.assert_close(drawn, expected, rtol=1e-6, atol=1e-6)
 
     def test_some_of_the_shards(self, tmp_path: Path) -> None:
         images, labels = write_folder(tmp_path)

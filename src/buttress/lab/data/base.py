@@ -73,6 +73,9 @@ class Task(ABC):
         """
         return self
 
+    def compile(self) -> None:  # noqa: B027  (optional)
+        """Compile the augmentation in place, if the task has one; inputs stay the same."""
+
     def example(self, device: torch.device) -> Tensor:
         """One input of zeros, for counting a model's cost.
 

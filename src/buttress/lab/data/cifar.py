@@ -42,9 +42,14 @@ class _Cifar(Task):
         self.y, self.test_y = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (train_y, test_y))
         self.epoch = len(self.y)
         self.mean, self.std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
-        # About fifty small operations are bound by their launches on a GPU; compiled, they are two kernels.
         self.augment: Callable[[Tensor, Tensor, Tensor | None, Resample], Tensor] = self._augment
         if device.type == "cuda":
+            self.compile()
+
+    def compile(self) -> None:
+        # About fifty small operations are bound by their launches on a GPU and by memory on a CPU; compiled, they are
+        # two kernels. On a CPU this takes a C++ compiler, so there it waits for a run that asks for it.
+        if self.augment == self._augment:
             self.augment = torch.compile(self._augment, dynamic=False)
 
     def at(self, run: Run) -> _Cifar:

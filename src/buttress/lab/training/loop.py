@@ -94,7 +94,7 @@ def train(
         store: The store for its record and checkpoints. Default: none are written.
         device: A device such as "cpu" or "cuda:1". Default: a GPU if there is one.
         data: The data folder, or the run's task if it is loaded already. Default: $BUTTRESS_DATA.
-        compiled: Whether to compile the model with torch.compile.
+        compiled: Whether to compile the model and the augmentation with torch.compile.
         watch: Called with the progress, every few steps.
         log: Receives the run's metrics.
         checkpoint_seconds: Time between checkpoints.

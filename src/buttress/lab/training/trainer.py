@@ -38,7 +38,7 @@ class Trainer:
         run: The run.
         task: Its task.
         device: Device to train on.
-        compiled: Whether to compile the model.
+        compiled: Whether to compile the model and the task's augmentation.
         group: The processes that train the run.
 
     Raises:
@@ -59,6 +59,8 @@ class Trainer:
         compiled: bool = False,
         group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
+        if compiled:
+            task.compile()
         self.run, self.task, self.device, self.group, self.compiled = run, task.at(run), device, group, compiled
         check_run(run, self.task, group)
         self.step = 0
