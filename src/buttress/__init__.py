@@ -18,6 +18,7 @@ from buttress.compression.outcome import Outcome
 from buttress.compression.pipeline import compress
 from buttress.compression.remainder import Remainder
 from buttress.core.chain import Chain, Factor
+from buttress.core.chain_sum import ChainSum
 from buttress.core.scaling import init_std, lr_multiplier
 from buttress.core.structures import (
     BTT,
@@ -28,6 +29,7 @@ from buttress.core.structures import (
     LowRank,
     Monarch,
     Structure,
+    Sum,
     TensorTrain,
     parse,
     split,
@@ -70,6 +72,7 @@ __all__ = [
     "ButtressError",
     "Chain",
     "ChainError",
+    "ChainSum",
     "Choice",
     "CompressOptions",
     "Convolution",
@@ -102,6 +105,7 @@ __all__ = [
     "StructuredEmbedding",
     "StructuredLinear",
     "StructuredPointwiseConv",
+    "Sum",
     "TensorTrain",
     "Unreached",
     "advise",

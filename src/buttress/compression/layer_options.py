@@ -13,7 +13,7 @@ from buttress.compression.projection_store import ProjectionStore
 from buttress.core.structures import Structure, parse, structures
 from buttress.errors import ButtressError, PlanError, StructureError
 from buttress.inspection.sites import Site
-from buttress.projection.closed_form import Draft, Projection, Target, draft, finished, refined
+from buttress.projection.closed_form import Draft, Projection, Target, default_sweeps, draft, finished, refined
 
 CostMeasure = Literal["macs", "params"]
 CostFunction = Callable[[Structure | None, int, int], float]
@@ -109,7 +109,6 @@ class LayerOptions:
         linear = site.read()
         self.name, self.price, self.projections = site.name, price, projections
         self.sizes = linear.in_features, linear.out_features
-        self.sweeps = 0 if moments is None else COMPARING_SWEEPS
         self.target = Target.of(linear.weight, moments)
         dense = price(None, *self.sizes)
         self.choices = [Choice(site.name, DENSE, dense, dense, 0.0)]
@@ -154,7 +153,7 @@ class LayerOptions:
             start = draft(member, self.target)
         except StructureError:
             return  # its rank is above the bound: a cheaper one is exact
-        refinable = refined(start, self.target, self.sweeps)
+        refinable = refined(start, self.target, default_sweeps(start.chain, self.target, COMPARING_SWEEPS))
         projection = finished(refinable, self.target)
         choice = Choice(self.name, str(member), dense, after, projection.output_error**2, member)
         self.choices.append(choice)

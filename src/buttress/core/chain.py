@@ -51,8 +51,9 @@ class Factor:
         d_out: Rows of a slice, the size of `out_axes`.
         d_in: Columns of a slice, the size of `in_axes`.
         shared: How often each slice is used per token, the size of `shared_axes`.
-        std: Initial standard deviation where the paper departs from the rule of `init_std`.
+        std: Initial standard deviation where it departs from the rule of `init_std`.
         regroup: Before this factor: flatten the held axes in the first order, split them again as the second.
+        frozen: Whether the factor is not trained.
 
     Shape:
         The stored tensor is (blocks, d_out, d_in).
@@ -69,6 +70,7 @@ class Factor:
     shared: int
     std: float | None = None
     regroup: Regroup | None = None
+    frozen: bool = False
 
     @property
     def params(self) -> int:
@@ -136,6 +138,7 @@ class Chain:
         window: str | None = None,
         regroup: Mapping[str, tuple[str, str]] | None = None,
         std: Mapping[str, float] | None = None,
+        frozen: Iterable[str] = (),
     ) -> Chain:
         """Check the axes, derive each factor's groups, and build the chain.
 
@@ -151,6 +154,7 @@ class Chain:
             window: "n w" reads axis n of x through a circular window of length w.
             regroup: By factor name, ("held axes", "new axes"): flatten and split again before that factor.
             std: By factor name, an initial standard deviation that overrides the rule.
+            frozen: Names of factors that are not trained.
 
         Returns:
             The chain, with its factors' groups and counts.
@@ -160,7 +164,7 @@ class Chain:
         """
         if len(sizes) > MAX_AXES:
             raise ChainError(f"a chain has at most {MAX_AXES} axes, got the sizes of {len(sizes)}: use fewer factors")
-        declaration = _Declaration.parse(x, factors, y, sizes, window, regroup or {}, std or {})
+        declaration = _Declaration.parse(x, factors, y, sizes, window, regroup or {}, std or {}, frozenset(frozen))
         declaration.check(d_in, d_out)
         return cls(
             d_in=d_in,
@@ -183,6 +187,11 @@ class Chain:
     def sizes(self) -> Mapping[str, int]:
         """Length of each axis."""
         return dict(self.axis_sizes)
+
+    @property
+    def parts(self) -> tuple[Chain, ...]:
+        """The chains whose matrices are added up: this one alone."""
+        return (self,)
 
     def size(self, axes: Iterable[str]) -> int:
         """Number of entries of a tensor with these axes."""
@@ -287,6 +296,7 @@ class _Declaration:
     regroups: dict[str, Regroup]
     sizes: Mapping[str, int]
     stds: Mapping[str, float]
+    frozen: frozenset[str]
 
     @classmethod
     def parse(
@@ -298,6 +308,7 @@ class _Declaration:
         window: str | None,
         regroups: Mapping[str, tuple[str, str]],
         stds: Mapping[str, float],
+        frozen: frozenset[str],
     ) -> _Declaration:
         x_axes = _split_axes(x, "x")
         return cls(
@@ -311,6 +322,7 @@ class _Declaration:
             },
             sizes=sizes,
             stds=stds,
+            frozen=frozen,
         )
 
     @cached_property
@@ -333,9 +345,9 @@ class _Declaration:
             length, size = (self.sizes[a] for a in self.window)
             if size > length:
                 raise ChainError(f"a window of {size} is longer than the axis of {length} it is moved along")
-        options: tuple[tuple[str, Mapping[str, object]], ...] = (("regroup", self.regroups), ("std", self.stds))
-        for label, mapping in options:
-            if unknown := set(mapping) - set(self.factors):
+        options = {"regroup": set(self.regroups), "std": set(self.stds), "frozen": self.frozen}
+        for label, names in options.items():
+            if unknown := names - set(self.factors):
                 raise ChainError(f"{label} names no factor of the chain: {sorted(unknown)}")
 
     def _check_axis_sizes(self) -> None:
@@ -392,6 +404,7 @@ class _Declaration:
             shared=self.size(shared),
             std=self.stds.get(name),
             regroup=self.regroups.get(name),
+            frozen=name in self.frozen,
         )
 
     def _check_regroup(self, name: str, current: set[str]) -> None:

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
+from typing import TYPE_CHECKING
 
 from buttress.core.chain import Axes, Chain, Factor
 from buttress.errors import RuleError
 from buttress.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from buttress.core.chain_sum import AnyChain
 
 RULES: dict[str, Callable[[float, float, float], float]] = {
     # Adam and sign updates have entries of size 1, so d_in of them add up in each feature.
@@ -91,10 +95,11 @@ def init_std(factor: Factor) -> float:
     return sqrt(min(factor.d_in, factor.d_out)) / factor.d_in
 
 
-def lr_multiplier(factor: Factor, chain: Chain, rule: str = "adam") -> float:
+def lr_multiplier(factor: Factor, chain: AnyChain, rule: str = "adam") -> float:
     """The paper's kappa: learning rate of a factor over that of the dense layer that the chain replaces.
 
-    It is rate(factor) / rate(dense layer) / k for a chain of k factors; for Adam, d_in / (factor.d_in * k).
+    It is rate(factor) / rate(dense layer) / k for a chain of k factors; for Adam, d_in / (factor.d_in * k). All
+    factors of a sum count, since the changes of its parts add up; frozen ones do not.
 
     Only plain SGD depends on the size of the gradient. The layer's gradient is spread over all slices, so each gets
     1 / blocks of the gradient of a dense layer of its size; the terms of a shared slice add up like random ones. The
@@ -120,7 +125,12 @@ def lr_multiplier(factor: Factor, chain: Chain, rule: str = "adam") -> float:
     """
     slices = factor.blocks * sqrt(factor.shared)
     factor_rate = rate(rule, factor.d_in, factor.d_out, slices)
-    return factor_rate / rate(rule, chain.d_in, chain.d_out) / len(chain.factors)
+    return factor_rate / rate(rule, chain.d_in, chain.d_out) / trained_factors(chain)
+
+
+def trained_factors(chain: AnyChain) -> int:
+    """Number of factors that share the change of a layer's output: those that are not frozen, or 1 if all are."""
+    return sum(not f.frozen for f in chain.factors) or 1
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class LookupSlice:
     copies: float
 
 
-def lookup_slices(chain: Chain) -> dict[str, LookupSlice]:
+def lookup_slices(chain: AnyChain) -> dict[str, LookupSlice]:
     """The sizes of each factor's slices when a row of the matrix is looked up.
 
     A row is the transposed chain applied to a one-hot vector. That fixes the axes of y, so a factor sums only over
@@ -149,8 +159,12 @@ def lookup_slices(chain: Chain) -> dict[str, LookupSlice]:
         chain: The chain of an embedding, from its width to its number of rows.
 
     Returns:
-        Sizes by factor name, in order of lookup: the last-applied factor is first.
+        Sizes by factor name, part by part in order of lookup: the last-applied factor is first.
     """
+    return {name: sizes for part in chain.parts for name, sizes in _part_slices(part).items()}
+
+
+def _part_slices(chain: Chain) -> dict[str, LookupSlice]:
     slices = {}
     fixed = set(chain.y)
     nonzero_fraction = 1.0
@@ -170,10 +184,11 @@ def lookup_slices(chain: Chain) -> dict[str, LookupSlice]:
     return slices
 
 
-def lookup_stds(chain: Chain, std: float = 1.0) -> dict[str, float]:
+def lookup_stds(chain: AnyChain, std: float = 1.0) -> dict[str, float]:
     """Standard deviations of the factors' entries that give the nonzero entries of each row the deviation `std`.
 
-    The factor that is copied has the deviation `std`. Each other factor has 1 / sqrt(fan-in), which preserves it.
+    The factor that is copied has the deviation `std`, or std / sqrt(n) in each of n parts of a sum. Each other factor
+    has 1 / sqrt(fan-in), which preserves it.
 
     Args:
         chain: The chain of an embedding.
@@ -183,11 +198,16 @@ def lookup_stds(chain: Chain, std: float = 1.0) -> dict[str, float]:
         Standard deviation by factor name, in order of application.
     """
     slices = lookup_slices(chain)
-    copied = chain.factors[-1]
-    return {f.name: std if f is copied else 1 / sqrt(slices[f.name].fan_in) for f in chain.factors}
+    copied, part_std = copied_factors(chain), std / sqrt(len(chain.parts))
+    return {f.name: part_std if f.name in copied else 1 / sqrt(slices[f.name].fan_in) for f in chain.factors}
 
 
-def lookup_multiplier(factor: Factor, chain: Chain, rule: str = "adam", std: float = 1.0) -> float:
+def copied_factors(chain: AnyChain) -> set[str]:
+    """Names of the factors that a lookup copies instead of multiplying by them: the last-applied one of each part."""
+    return {part.factors[-1].name for part in chain.parts}
+
+
+def lookup_multiplier(factor: Factor, chain: AnyChain, rule: str = "adam", std: float = 1.0) -> float:
     """Learning rate of a factor over that of the dense embedding whose rows have entries of size `std`.
 
     It is rate(factor) / rate(dense embedding) / k for a chain of k factors, both rates for a one-hot input. For Adam
@@ -205,7 +225,8 @@ def lookup_multiplier(factor: Factor, chain: Chain, rule: str = "adam", std: flo
     """
     lookup_slice = lookup_slices(chain)[factor.name]
     factor_rate = rate(rule, lookup_slice.fan_in, lookup_slice.fan_out, lookup_slice.copies)
-    if factor.name != chain.factors[-1].name:
+    if factor.name not in copied_factors(chain):
         # Plain SGD depends on the size of its inputs twice: in the gradient and in the change of the output.
-        factor_rate /= std**2 if rule == "sgd" else std
-    return factor_rate / rate(rule, 1, chain.d_in) / len(chain.factors)
+        part_std = std / sqrt(len(chain.parts))
+        factor_rate /= part_std**2 if rule == "sgd" else part_std
+    return factor_rate / rate(rule, 1, chain.d_in) / trained_factors(chain)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain
 from buttress.core.structures import Structure
 from buttress.devices import local_device
 from buttress.errors import ButtressError
@@ -72,7 +72,7 @@ class Layer:
 class Timing(NamedTuple):
     """The times of one structure, and whether they were measured or scaled."""
 
-    chain: Chain
+    chain: AnyChain
     row: Row
     basis: str
 
@@ -114,7 +114,7 @@ def layer_timings(
     return timings, refusals
 
 
-def _chains(candidates: Sequence[Structure], layer: Layer) -> tuple[list[tuple[Structure, Chain]], list[str]]:
+def _chains(candidates: Sequence[Structure], layer: Layer) -> tuple[list[tuple[Structure, AnyChain]], list[str]]:
     """The chains of the structures that take the layer's sizes, and why the others do not."""
     chains, refusals = [], []
     for structure in candidates:
@@ -126,7 +126,11 @@ def _chains(candidates: Sequence[Structure], layer: Layer) -> tuple[list[tuple[S
 
 
 def _measured(
-    chains: Sequence[tuple[Structure, Chain]], layer: Layer, device: torch.device, name: str, progress: Progress | None
+    chains: Sequence[tuple[Structure, AnyChain]],
+    layer: Layer,
+    device: torch.device,
+    name: str,
+    progress: Progress | None,
 ) -> list[Timing]:
     """Times from the device's table; missing ones are measured, and stored for a GPU. A CPU's load varies too much."""
     from buttress.ops.measuring import measure_layer
@@ -175,7 +179,7 @@ def _drift(linear: Times, layer: Layer, tokens: int) -> float:
     return max(ratios) - 1
 
 
-def _scaled(structure: Structure, chain: Chain, layer: Layer, device: str) -> Timing | None:
+def _scaled(structure: Structure, chain: AnyChain, layer: Layer, device: str) -> Timing | None:
     """Times of the nearest measured size, scaled by memory traffic for the structure and by MACs for nn.Linear."""
     d_in, d_out, tokens = layer.d_in, layer.d_out, layer.tokens
 
@@ -212,7 +216,9 @@ def _stretched(row: Row, layer: Layer, structured: float, linear: float) -> Row:
     )
 
 
-def _numbers_moved(chain: Chain, tokens: int) -> int:
-    """Numbers that a step reads or writes: inputs, outputs, intermediates twice, and the factors."""
-    intermediates = sum(chain.size(f.batch_axes + f.shared_axes + f.out_axes) for f in chain.factors[:-1])
-    return tokens * (chain.d_in + chain.d_out + 2 * intermediates) + chain.params
+def _numbers_moved(chain: AnyChain, tokens: int) -> int:
+    """Numbers that a step reads or writes: inputs and outputs of each part, intermediates twice, and the factors."""
+    intermediates = sum(
+        part.size(f.batch_axes + f.shared_axes + f.out_axes) for part in chain.parts for f in part.factors[:-1]
+    )
+    return tokens * (len(chain.parts) * (chain.d_in + chain.d_out) + 2 * intermediates) + chain.params

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from buttress import ops
+from buttress.core.chain import Axes, Chain
 from buttress.core.scaling import lookup_stds
 from buttress.core.structures import Structure
 from buttress.errors import ShapeError, StructureError
@@ -101,17 +102,12 @@ class StructuredEmbedding(Structured):
         self._zero_padding_row()
 
     def _zero_padding_row(self) -> None:
-        """Zero the row of `padding_idx`, if the last-applied factor has entries of its own for each row."""
-        last, sizes = self.chain.factors[-1], self.chain.sizes
-        if self.padding_idx is None or not set(self.chain.y) <= set(last.axes):
+        """Zero the row of `padding_idx`, if each part's last-applied factor has entries of its own for each row."""
+        parts = self.chain.parts
+        if self.padding_idx is None or not all(set(part.y) <= set(part.factors[-1].axes) for part in parts):
             return
-        position, rest = dict[str, int](), self.padding_idx
-        for a in reversed(self.chain.y):
-            rest, position[a] = divmod(rest, sizes[a])
-        block, row = (
-            reduce(lambda n, a: n * sizes[a] + position[a], axes, 0) for axes in (last.batch_axes, last.out_axes)
-        )
-        self.factors[last.name][block, row] = 0
+        for part in parts:
+            self.factors[part.factors[-1].name][_own_entries(part, self.padding_idx)] = 0
 
     @classmethod
     def from_dense(
@@ -151,15 +147,18 @@ class StructuredEmbedding(Structured):
     def assign(self, factors: Mapping[str, Tensor]) -> None:
         """Copy factors into the embedding so that it computes with these values.
 
-        A complete set of nonzero factors is rescaled, so that each has the same ratio of RMS to nominal standard
+        A complete set of nonzero factors of a part is rescaled, so that each has the same ratio of RMS to nominal standard
         deviation. The matrix stays the same.
 
         Args:
             factors: New values by name; factors that are not listed stay as they are.
         """
         wide = {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in factors.items()}
-        if set(wide) == set(self.stds):
-            wide = dict(zip(wide, balanced(list(wide.values()), [self.stds[n] for n in wide]), strict=True))
+        for part in self.chain.parts:
+            names = [f.name for f in part.factors]
+            if set(names) <= set(wide):
+                tensors = balanced([wide[n] for n in names], [self.stds[n] for n in names])
+                wide |= zip(names, tensors, strict=True)
         super().assign(wide)
 
     @property
@@ -183,6 +182,18 @@ class StructuredEmbedding(Structured):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         flags = f", std={self.std:.4g}" + (", normalize=True" if self.normalize else "")
         return f"{self.num_embeddings}, {self.embedding_dim}, structure={self.structure}{padding}{flags}"
+
+
+def _own_entries(chain: Chain, row: int) -> tuple[int, int]:
+    """Index of a row's entries in the chain's last-applied factor: the block, and the row within it."""
+    sizes, position = chain.sizes, dict[str, int]()
+    for a in reversed(chain.y):
+        row, position[a] = divmod(row, sizes[a])
+
+    def flat(axes: Axes) -> int:
+        return reduce(lambda n, a: n * sizes[a] + position[a], axes, 0)
+
+    return flat(chain.factors[-1].batch_axes), flat(chain.factors[-1].out_axes)
 
 
 def _checked_row(value: int, count: int) -> int:

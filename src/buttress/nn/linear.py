@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from buttress import ops
-from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain
 from buttress.core.scaling import init_std
 from buttress.core.structures import Structure
 from buttress.nn.structured import Structured, check_projectable, checked_size
@@ -165,5 +165,5 @@ class StructuredLinear(Structured):
         return f"{sizes}, structure={self.structure}, bias={self.bias is not None}{flags}"
 
 
-def _stds(chain: Chain) -> dict[str, float]:
+def _stds(chain: AnyChain) -> dict[str, float]:
     return {f.name: init_std(f) for f in chain.factors}

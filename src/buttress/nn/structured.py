@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from buttress import ops
-from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain
 from buttress.core.structures import Structure, parse
 from buttress.errors import ButtressError, ReadOnlyError, ShapeError, StructureError
 from buttress.nn.computed import computed
@@ -81,7 +81,7 @@ class Structured(nn.Module):
         d_out: Number of rows.
         stds: Function of the chain that returns the nominal standard deviation of each factor's entries, by name. The
             factors are drawn with it, and `normalize` refers to it.
-        zero_init: Whether the last-applied factor, and with it the matrix, starts at zero.
+        zero_init: Whether the last-applied factor of each part, and with it the matrix, starts at zero.
         normalize: Whether each factor M acts as ``gain * M * min(1, std / RMS(M))``, where std is its nominal standard
             deviation.
         device: Device of the parameters.
@@ -105,7 +105,7 @@ class Structured(nn.Module):
         d_in: int,
         d_out: int,
         *,
-        stds: Callable[[Chain], dict[str, float]],
+        stds: Callable[[AnyChain], dict[str, float]],
         zero_init: bool,
         normalize: bool,
         device: torch.device | str | None,
@@ -116,7 +116,7 @@ class Structured(nn.Module):
         if not isinstance(structure, Structure):
             raise StructureError(f"structure must be a Structure such as BTT(rank=2), or its text, got {structure!r}")
         self.structure = structure
-        self.chain: Chain = structure.chain(d_in, d_out)
+        self.chain: AnyChain = structure.chain(d_in, d_out)
         ops.prepare(self.chain)
         self.zero_init = zero_init
         self.normalize = normalize
@@ -124,11 +124,11 @@ class Structured(nn.Module):
         placement: dict[str, Any] = {"device": device, "dtype": dtype}
         # Pairs, because ParameterDict would sort a dict: the factors stay in order of application.
         self.factors = ParameterContainer(
-            [(f.name, nn.Parameter(torch.empty(f.shape, **placement))) for f in self.chain.factors]
+            [(f.name, nn.Parameter(torch.empty(f.shape, **placement), not f.frozen)) for f in self.chain.factors]
         )
         # Of shape (1,), because FSDP2 cannot shard a tensor without dimensions.
-        gains = [(f.name, nn.Parameter(torch.empty(1, **placement))) for f in self.chain.factors] if normalize else []
-        self.gains = ParameterContainer(gains)
+        gains = [(f.name, nn.Parameter(torch.empty(1, **placement), not f.frozen)) for f in self.chain.factors]
+        self.gains = ParameterContainer(gains if normalize else [])
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Raise: torch.jit.script asks each module for a form that it can compile."""
@@ -143,9 +143,9 @@ class Structured(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the factors again with their nominal standard deviations; gains start at 1."""
-        last = self.chain.factors[-1]
+        last = {part.factors[-1].name for part in self.chain.parts}
         for f in self.chain.factors:
-            if self.zero_init and f is last:
+            if self.zero_init and f.name in last:
                 self.factors[f.name].zero_()
             else:
                 self.factors[f.name].normal_(std=self.stds[f.name])

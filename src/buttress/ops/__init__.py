@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain
 from buttress.errors import ButtressError, ShapeError
 from buttress.ops import bmm, flops, fused, reference, speeds
-from buttress.ops.framing import autocast_dtype
+from buttress.ops.framing import autocast_dtype, by_part
 from buttress.ops.fused import graphed
 from buttress.ops.layouts import layouts_of
 from buttress.ops.lookup import row_macs, rows
@@ -33,17 +34,18 @@ IMPLEMENTATIONS = {"reference": reference.apply, "bmm": bmm.apply, "triton": fus
 __all__ = ["IMPLEMENTATIONS", "Impl", "apply", "dense", "fastest", "graphed", "prepare", "row_macs", "rows"]
 
 
-def prepare(chain: Chain) -> None:
+def prepare(chain: AnyChain) -> None:
     """Derive a chain's layouts ahead of time, so that a compiler does not trace their derivation.
 
     Args:
         chain: The chain of a module, after it was built, copied or loaded.
     """
-    layouts_of(chain)
+    for part in chain.parts:
+        layouts_of(part)
 
 
 def apply(
-    chain: Chain,
+    chain: AnyChain,
     x: Tensor,
     factors: Sequence[Tensor],
     bias: Tensor | None = None,
@@ -54,12 +56,13 @@ def apply(
 ) -> Tensor:
     """Multiply by a chain's matrix: y = x W^T + bias, where W is `dense(chain, factors)`.
 
-    Autocast applies as it does for F.linear.
+    Autocast applies as it does for F.linear. The parts of a sum are computed one after the other, each by its own
+    fastest implementation, and added up.
 
     Args:
-        chain: The chain.
+        chain: The chain, or the sum of chains.
         x: The input.
-        factors: The factors of W in order of application.
+        factors: The factors of W in order of application, part by part.
         bias: Added to the result.
         scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Compute the intermediates between the factors again in the backward pass instead of saving them:
@@ -95,8 +98,14 @@ def apply(
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
     x_rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
-    implementation = IMPLEMENTATIONS[impl or fastest(chain, x_rows)]
-    y = implementation(chain, x_rows, factors, bias, scales, recompute)
+    y = None
+    for part, own, own_scales in by_part(chain, factors, scales):
+        implementation = IMPLEMENTATIONS[impl or fastest(part, x_rows)]
+        if y is None:
+            y = implementation(part, x_rows, own, bias, own_scales, recompute)
+        else:
+            y = y + implementation(part, x_rows, own, None, own_scales, recompute)
+    assert y is not None
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
 
 
@@ -124,7 +133,7 @@ def fastest(chain: Chain, x: Tensor) -> Impl:
     return "reference" if _EXPORT_FIXES_BATCH_OF_VIEWS and torch.compiler.is_exporting() else "bmm"
 
 
-def dense(chain: Chain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:
+def dense(chain: AnyChain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:
     """The dense matrix: the chain applied to the identity, in the factors' own precision even under autocast.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buttress.core.chain import Axes, Chain
+from buttress.core.chain_sum import AnyChain
 
 PaddedApply = Callable[[Chain, Tensor, Sequence[Tensor], bool], Tensor]
 """(chain, padded x, factors, recompute) -> padded y."""
@@ -45,6 +46,26 @@ def framed(padded_apply: PaddedApply) -> Apply:
         return y if bias is None else y + bias
 
     return apply
+
+
+def by_part(
+    chain: AnyChain, factors: Sequence[Tensor], scales: Sequence[Tensor] | None = None
+) -> Iterator[tuple[Chain, Sequence[Tensor], Sequence[Tensor] | None]]:
+    """Each part of a sum with its own factors and scales.
+
+    Args:
+        chain: The chain, which is its only part, or the sum of chains.
+        factors: The factors of all parts.
+        scales: A multiplier of each factor, as a tensor with one entry.
+
+    Yields:
+        The part, its factors, and its scales where there are any.
+    """
+    first = 0
+    for part in chain.parts:
+        own = slice(first, first + len(part.factors))
+        yield part, factors[own], None if scales is None else scales[own]
+        first = own.stop
 
 
 def scaled_factors(factors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:

@@ -10,21 +10,21 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain
 from buttress.errors import ShapeError
-from buttress.ops.framing import autocast_dtype
+from buttress.ops.framing import autocast_dtype, by_part
 from buttress.ops.layouts import layouts_of
 from buttress.ops.lookup_layout import LookupLayout
 
 
-def rows(chain: Chain, factors: Sequence[Tensor], ids: Tensor, *, scales: Sequence[Tensor] | None = None) -> Tensor:
+def rows(chain: AnyChain, factors: Sequence[Tensor], ids: Tensor, *, scales: Sequence[Tensor] | None = None) -> Tensor:
     """Look up rows of a chain's matrix without computing it: dense(chain, factors)[ids].
 
     Autocast has no effect, as for F.embedding.
 
     Args:
-        chain: The chain.
-        factors: Its factors in order of application.
+        chain: The chain, or the sum of chains.
+        factors: Its factors in order of application, part by part.
         ids: Row numbers, int64 or int32. An id outside the matrix raises the same error as in F.embedding.
         scales: A multiplier of each factor, as a tensor with one entry.
 
@@ -39,17 +39,21 @@ def rows(chain: Chain, factors: Sequence[Tensor], ids: Tensor, *, scales: Sequen
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise ShapeError(f"rows are looked up by int64 or int32 numbers, got {ids.dtype}")
-    layout = layouts_of(chain).lookup
     autocasts = autocast_dtype(factors[0]) is not None
+    flat = ids.reshape(-1).long()
+    entries = None
     with torch.autocast(ids.device.type, enabled=False) if autocasts else nullcontext():
-        entries = _rows(layout, factors, ids.reshape(-1).long())
-        if scales is not None:
-            # The rows are scaled rather than the factors, which are larger.
-            entries = entries * reduce(mul, scales).to(entries.dtype)
+        for part, own, own_scales in by_part(chain, factors, scales):
+            part_entries = _rows(layouts_of(part).lookup, own, flat)
+            if own_scales is not None:
+                # The rows are scaled rather than the factors, which are larger.
+                part_entries = part_entries * reduce(mul, own_scales).to(part_entries.dtype)
+            entries = part_entries if entries is None else entries + part_entries
+    assert entries is not None
     return entries.reshape(*ids.shape, chain.d_in)
 
 
-def row_macs(chain: Chain) -> int:
+def row_macs(chain: AnyChain) -> int:
     """Multiply-accumulates of looking up one row.
 
     Args:
@@ -58,7 +62,7 @@ def row_macs(chain: Chain) -> int:
     Returns:
         The number of multiply-accumulates.
     """
-    return layouts_of(chain).lookup.macs
+    return sum(layouts_of(part).lookup.macs for part in chain.parts)
 
 
 def _rows(layout: LookupLayout, weights: Sequence[Tensor], ids: Tensor) -> Tensor:

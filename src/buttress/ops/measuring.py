@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import log2
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from buttress import ops
 from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain
 from buttress.core.scaling import init_std
 from buttress.ops.fused import availability, tuned
 from buttress.ops.fused.checks import DTYPES
@@ -141,12 +143,12 @@ def sample_passes(call: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence
 
 
 def measure_layer(
-    chain: Chain, label: str, tokens: int, dtype: torch.dtype, device: torch.device, *, linear: Times | None = None
+    chain: AnyChain, label: str, tokens: int, dtype: torch.dtype, device: torch.device, *, linear: Times | None = None
 ) -> Row:
     """Time the implementations of a chain, the kernels with their fastest launch options.
 
     Args:
-        chain: The chain.
+        chain: The chain. For a sum, the kernels are timed with the launch options that its parts have by themselves.
         label: The structure as text.
         tokens: Tokens in the batch.
         dtype: dtype of input and factors.
@@ -165,15 +167,17 @@ def measure_layer(
         ]
         samples = {"bmm": sample_passes(lambda t: ops.apply(chain, t, factors, impl="bmm"), x, factors)}
         tuning = None
-        if layouts_of(chain).strided is not None and availability.TRITON and device.type == "cuda":
+        whole = layouts_of(chain) if isinstance(chain, Chain) else None
+        supported = all(layouts_of(part).strided is not None for part in chain.parts)
+        if supported and availability.TRITON and device.type == "cuda":
             try:
-                tuning = tune(chain, x, factors)
-                with tuned(tuning):
+                tuning = tune(chain, x, factors) if isinstance(chain, Chain) else None
+                with tuned(tuning) if tuning else nullcontext():
                     samples["triton"] = sample_passes(lambda t: ops.apply(chain, t, factors, impl="triton"), x, factors)
             except OversizeKernelError:
                 tuning = None  # the GPU is too small for the kernels
     return Row(
-        label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), layouts_of(chain).signature, linear,
+        label, chain.d_in, chain.d_out, tokens, dtype_key(dtype), whole.signature if whole else None, linear,
         {name: times for name, (times, _) in samples.items()}, tuning,
         spread=round(max(linear_spread, *(spread for _, spread in samples.values())), 3),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain
 from buttress.core.scaling import lookup_slices
 from buttress.inspection.names import join, modules
 from buttress.nn.embedding import StructuredEmbedding
@@ -45,7 +45,7 @@ class ParameterFacts:
     d_out: int
     is_matrix: bool = False
     decays: bool
-    chain: Chain | None = None
+    chain: AnyChain | None = None
     factor: str | None = None
     std: float | None = None
     row_std: float | None = None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from buttress.core.chain import Chain
-from buttress.core.scaling import check_rule, lookup_multiplier, lr_multiplier
+from buttress.core.chain_sum import AnyChain
+from buttress.core.scaling import check_rule, copied_factors, lookup_multiplier, lr_multiplier, trained_factors
 from buttress.errors import RuleError
 from buttress.inspection.names import first_match, parameters
 from buttress.optim.facts import ParameterFacts, parameter_facts
@@ -123,7 +123,7 @@ def _rate(
         kappa, reason = _kappa(facts, facts.chain, rule)
         if options.structure_aware:
             multiplier *= kappa
-            why.append(f"kappa = {kappa:.4g}: {reason}, 1 of {len(facts.chain.factors)}")
+            why.append(f"kappa = {kappa:.4g}: {reason}, 1 of {trained_factors(facts.chain)}")
         else:
             why.append("naive: the dense layer's rate")
     return ParameterRate(
@@ -161,7 +161,7 @@ def _undecayed(rate: ParameterRate, reason: str | None) -> ParameterRate:
     return _noted(replace(rate, weight_decay=0.0), reason)
 
 
-def _kappa(facts: ParameterFacts, chain: Chain, rule: str) -> tuple[float, str]:
+def _kappa(facts: ParameterFacts, chain: AnyChain, rule: str) -> tuple[float, str]:
     """A factor's rate divided by that of the dense layer or embedding that its chain replaces, and the reason."""
     factor = next(f for f in chain.factors if f.name == facts.factor)
     if facts.row_std is None:
@@ -169,4 +169,4 @@ def _kappa(facts: ParameterFacts, chain: Chain, rule: str) -> tuple[float, str]:
         return lr_multiplier(factor, chain, rule), sizes
     kappa = lookup_multiplier(factor, chain, rule, facts.row_std)
     inputs = "numbers" if facts.row_std == 1 else f"numbers of size {facts.row_std:.3g}"
-    return kappa, "read as it is" if factor is chain.factors[-1] else f"adds up {facts.d_in} {inputs}"
+    return kappa, "read as it is" if factor.name in copied_factors(chain) else f"adds up {facts.d_in} {inputs}"

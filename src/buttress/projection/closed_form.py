@@ -28,14 +28,17 @@ from torch import Tensor
 
 from buttress import ops
 from buttress.core.chain import Axes, Chain, Factor
+from buttress.core.chain_sum import AnyChain, ChainSum
 from buttress.core.scaling import init_std
 from buttress.core.structures import Structure
 from buttress.errors import ChainError, ShapeError, StructureError
+from buttress.ops.framing import by_part
 from buttress.ops.norms import balanced
 from buttress.projection.refinement import moment_root, refine
+from buttress.projection.sums import alternate, one_by_one
 
 SWEEPS = 10
-"""Default number of sweeps of `project` with moments."""
+"""Default number of sweeps of `project` with moments, and of its rounds over the parts of a sum."""
 DAMPING = 1e-2
 """Default damping of the moments, as a multiple of their mean diagonal."""
 
@@ -97,7 +100,7 @@ class Target:
             raise ShapeError(f"the moments of {d_in} inputs are ({d_in}, {d_in}), got {tuple(moments.shape)}")
         return cls(exact, weight.dtype, None if moments is None else moment_root(moments.to(exact), damping))
 
-    def chain(self, structure: Structure) -> Chain:
+    def chain(self, structure: Structure) -> AnyChain:
         """The chain of a structure at the weight's sizes."""
         return structure.chain(self.weight.shape[1], self.weight.shape[0])
 
@@ -113,7 +116,7 @@ class Draft:
         converged: Whether further sweeps would change nothing.
     """
 
-    chain: Chain
+    chain: AnyChain
     tensors: list[Tensor]
     sweeps: int = 0
     converged: bool = False
@@ -147,8 +150,8 @@ def project(
         weight: The dense matrix, as in `nn.Linear.weight`. Half precision is computed in float32.
         moments: Mean of x x^T over the layer's inputs x, from `moments()`. With them the error of the outputs is
             minimized instead of that of the weight.
-        sweeps: Sweeps of alternating least squares after the closed form; they never increase the error.
-            Default: 10 with moments, none without.
+        sweeps: Sweeps of alternating least squares after the closed form, or for a sum rounds over its parts; they
+            never increase the error. Default: 10 with moments or for a sum, otherwise none.
         damping: Multiple of the mean diagonal that is added to the moments, for directions that no input had.
 
     Shape:
@@ -167,9 +170,15 @@ def project(
         >>> projection.relative_error
     """
     target = Target.of(weight, moments, damping)
+    start = draft(structure, target)
     if sweeps is None:
-        sweeps = 0 if moments is None else SWEEPS
-    return finished(refined(draft(structure, target), target, sweeps), target)
+        sweeps = default_sweeps(start.chain, target)
+    return finished(refined(start, target, sweeps), target)
+
+
+def default_sweeps(chain: AnyChain, target: Target, sweeps: int = SWEEPS) -> int:
+    """The number of sweeps where none is asked for: `sweeps`, or none where the closed form is all there is to do."""
+    return sweeps if target.root is not None or len(chain.parts) > 1 else 0
 
 
 @torch.no_grad()
@@ -188,11 +197,14 @@ def draft(structure: Structure, target: Target) -> Draft:
         ChainError: If projection does not support the structure's chain.
     """
     chain = target.chain(structure)
-    return Draft(chain, closed_form(chain, target), converged=target.root is not None and _has_one_block(chain))
+    optimal = isinstance(chain, Chain) and target.root is not None and _has_one_block(chain)
+    return Draft(chain, closed_form(chain, target), converged=optimal)
 
 
-def closed_form(chain: Chain, target: Target) -> list[Tensor]:
+def closed_form(chain: AnyChain, target: Target) -> list[Tensor]:
     """The factors in order of application, with the nearest outputs where the target has moments."""
+    if isinstance(chain, ChainSum):
+        return one_by_one(chain, target.weight, lambda part, left: closed_form(part, replace(target, weight=left)))
     if target.root is None:
         return _nearest(chain, target.weight)
     return _nearest_outputs(chain, target.weight, target.root)
@@ -223,7 +235,14 @@ def refined(start: Draft, target: Target, sweeps: int) -> Draft:
     else:
         inputs = target.root.mT.contiguous()
         outputs = inputs @ exact.mT
-    result = refine(start.chain, start.tensors, outputs, inputs, sweeps - start.sweeps)
+    if isinstance(start.chain, ChainSum):
+
+        def solve(part: Chain, left: Tensor) -> list[Tensor]:
+            return closed_form(part, replace(target, weight=left))
+
+        result = alternate(start.chain, start.tensors, exact, inputs, sweeps - start.sweeps, solve)
+    else:
+        result = refine(start.chain, start.tensors, outputs, inputs, sweeps - start.sweeps)
     return Draft(start.chain, result.factors, sweeps, result.converged)
 
 
@@ -238,7 +257,11 @@ def finished(draft: Draft, target: Target) -> Projection:
     Returns:
         The projection.
     """
-    tensors = balanced(draft.tensors, [init_std(f) for f in draft.chain.factors])
+    tensors = [
+        t
+        for part, own, _ in by_part(draft.chain, draft.tensors)
+        for t in balanced(own, [init_std(f) for f in part.factors])
+    ]
     difference = ops.dense(draft.chain, tensors) - target.weight
     error = output_error = _norm_ratio(difference, target.weight)
     if target.root is not None:

@@ -101,7 +101,7 @@ def _dense_layer(module: SplitLinear | Structured) -> nn.Module:
 
 
 def _dense_embedding(module: StructuredEmbedding) -> nn.Embedding:
-    trainable = next(iter(module.factors.values())).requires_grad
+    trainable = any(f.requires_grad for f in module.factors.values())
     table = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
     table.weight = nn.Parameter(module.to_dense().detach().contiguous(), trainable)
     return table.train(module.training)
@@ -113,7 +113,7 @@ def _dense_linear(module: nn.Module) -> nn.Linear:
     if isinstance(module, SplitLinear):
         return _fused_linear(module)
     assert isinstance(module, StructuredLinear)
-    trainable = next(iter(module.factors.values())).requires_grad
+    trainable = any(f.requires_grad for f in module.factors.values())
     weight = module.to_dense().detach().contiguous()
     return linear_from_tensors(weight, module.bias, requires_grad=trainable).train(module.training)
 

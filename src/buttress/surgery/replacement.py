@@ -148,8 +148,10 @@ def build(site: Site, entry: PlanEntry, initialization: Initialization) -> Repla
     rows = []
     for i, (weight, bias) in enumerate(zip(weights, _split_bias(linear.bias, sizes), strict=True)):
         layer, errors = _build_part(site, entry, i, weight, initialization)
-        for parameters in (layer.factors, layer.gains):
-            parameters.requires_grad_(linear.weight.requires_grad)
+        if not linear.weight.requires_grad and not any(f.frozen for f in layer.chain.factors):
+            # A structure with frozen factors says itself what is trained.
+            for parameters in (layer.factors, layer.gains):
+                parameters.requires_grad_(False)
         if isinstance(layer, StructuredLinear):
             layer.bias = bias
         name = entry.name if len(sizes) == 1 else f"{entry.name}[{i}]"

@@ -71,6 +71,7 @@ def test_registry() -> None:
         "kronecker": bt.Kronecker,
         "low_rank": bt.LowRank,
         "monarch": bt.Monarch,
+        "sum": bt.Sum,
         "tensor_train": bt.TensorTrain,
     }
     bt.structures().clear()
@@ -93,7 +94,8 @@ def test_a_taken_name_is_rejected() -> None:
         ("bt", "'bt' is not a structure: there are block_diagonal.*; did you mean 'btt'?"),
         ("monarck(blocks=2)", "did you mean 'monarch'?"),
         ("btt(rnk=2)", "btt has no option 'rnk'; its options are rank, cores, split; did you mean 'rank'?"),
-        ("dense(rank=2)", "dense has no option 'rank'; it has no options"),
+        ("dense(rank=2)", "dense has no option 'rank'; its options are frozen"),
+        ("kronecker(rank=2)", "kronecker has no option 'rank'; its options are split"),
         ("btt(rank=0)", "BTT: rank must be an integer >= 1, got 0"),
         ("btt(rank=-1)", "BTT: rank must be an integer >= 1, got -1"),
         ("btt(rank=True)", "BTT: rank must be an integer >= 1, got True"),

@@ -9,6 +9,7 @@ from buttress.core.structures.kronecker import Kronecker
 from buttress.core.structures.low_rank import LowRank
 from buttress.core.structures.monarch import Monarch
 from buttress.core.structures.sizes import split
+from buttress.core.structures.sum import Sum
 from buttress.core.structures.tensor_train import TensorTrain
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LowRank",
     "Monarch",
     "Structure",
+    "Sum",
     "TensorTrain",
     "parse",
     "split",

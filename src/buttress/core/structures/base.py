@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
-from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain
 from buttress.core.structures.sizes import MAX_SIZE, check_size
 from buttress.errors import StructureError, quoted
 from buttress.suggestions import did_you_mean
@@ -42,6 +42,8 @@ class Structure(ABC):
 
     name: str
     """Name in texts, derived from the class: `LowRank` is "low_rank"."""
+    takes_parts: ClassVar[bool] = False
+    """Whether the structure is composed of others, its positional arguments."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -49,7 +51,7 @@ class Structure(ABC):
             cls.chain = _bounded(cls.chain)  # type: ignore[assignment, method-assign]
 
     @abstractmethod
-    def chain(self, d_in: int, d_out: int) -> Chain:
+    def chain(self, d_in: int, d_out: int) -> AnyChain:
         """The chain of this structure for a layer of `d_in` inputs and `d_out` outputs.
 
         Args:
@@ -57,7 +59,7 @@ class Structure(ABC):
             d_out: Output features, at least 1.
 
         Returns:
-            The chain. Sizes that do not split are padded, so all sizes are supported.
+            The chain, or the sum of chains. Sizes that do not split are padded, so all sizes are supported.
 
         Raises:
             StructureError: If a size is below 1 or beyond any memory, or if the layer would have many times the
@@ -89,14 +91,14 @@ class Structure(ABC):
         return f"{self.name}({options})" if options else self.name
 
 
-ChainMethod = Callable[[Any, int, int], Chain]
+ChainMethod = Callable[[Any, int, int], AnyChain]
 
 
 def _bounded(method: ChainMethod) -> ChainMethod:
     """The `chain` method of a structure with its sizes checked before, and its parameters after; neither allocates."""
 
     @wraps(method)
-    def chain(self: Structure, d_in: int, d_out: int) -> Chain:
+    def chain(self: Structure, d_in: int, d_out: int) -> AnyChain:
         check_size(d_in)
         check_size(d_out)
         result = method(self, d_in, d_out)
@@ -107,8 +109,8 @@ def _bounded(method: ChainMethod) -> ChainMethod:
     return chain
 
 
-def _too_many_parameters(structure: Structure, chain: Chain) -> StructureError:
-    ranks = [n for axis, n in chain.sufficient_ranks.items() if chain.sizes[axis] > n]
+def _too_many_parameters(structure: Structure, chain: AnyChain) -> StructureError:
+    ranks = [n for part in chain.parts for axis, n in part.sufficient_ranks.items() if part.sizes[axis] > n]
     remedy = f"a rank of {max(ranks):,} represents any matrix" if ranks else "use smaller options"
     return StructureError(
         f"{quoted(structure)} gives a {chain.d_out} × {chain.d_in} layer {chain.params:,} parameters, and a dense "
@@ -155,7 +157,8 @@ def parse(text: str | Structure) -> Structure:
     The text is only parsed, never evaluated.
 
     Args:
-        text: A name, or a name with options: "btt" or "btt(rank=4)". A Structure is returned as it is.
+        text: A name, or a name with options or parts: "btt", "btt(rank=4)" or "sum(low_rank(rank=8), btt)". A
+            Structure is returned as it is.
 
     Returns:
         The structure.
@@ -172,33 +175,39 @@ def parse(text: str | Structure) -> Structure:
     problem = f"{quoted(text, 80)} is not a structure"
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise StructureError(f"{problem}: a text of at most {MAX_TEXT} characters is needed")
-    call = _parse_call(text)
-    if call is None:
-        raise StructureError(f"{problem}: write name or name(option=value, ...), such as 'btt(rank=4)'")
-    name, keywords = call
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        return _built(node, problem)
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        if isinstance(error, StructureError):
+            raise
+        raise _not_a_call(problem) from None
+
+
+def _built(node: ast.expr, problem: str) -> Structure:
+    """The structure that a syntax tree stands for; `problem` is the start of error messages."""
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name):
+        raise _not_a_call(problem)
+    name = call.func.id
     if name not in REGISTRY:
         hint = did_you_mean(name, REGISTRY, listed=True)
         raise StructureError(f"{problem}: there are {', '.join(REGISTRY)}{hint}")
     cls = REGISTRY[name]
-    options = _parse_options(cls, keywords, problem)
+    if call.args and not cls.takes_parts:
+        raise _not_a_call(problem)
+    parts = [_built(part, problem) for part in call.args]
+    options = _parse_options(cls, call.keywords, problem)
     try:
-        return cls(**options)
+        return cls(*parts, **options)
     except StructureError:
         raise
     except Exception as error:  # of any class, since structures are also declared elsewhere
         raise StructureError(f"{problem}: {quoted(str(error), 200)}") from error
 
 
-def _parse_call(text: str) -> tuple[str, list[ast.keyword]] | None:
-    """The name and the keyword options of a text, or None where it is not `name` or `name(option=value)`."""
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError, ValueError):
-        return None
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.args:
-        return None
-    return call.func.id, call.keywords
+def _not_a_call(problem: str) -> StructureError:
+    return StructureError(f"{problem}: write name or name(option=value, ...), such as 'btt(rank=4)'")
 
 
 def _parse_options(cls: type[Structure], keywords: list[ast.keyword], problem: str) -> dict[str, Any]:

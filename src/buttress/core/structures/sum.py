@@ -1,0 +1,61 @@
+"""Sums of structures: several matrices of different structure, added up."""
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from buttress.core.chain import Chain
+from buttress.core.chain_sum import ChainSum
+from buttress.core.structures.base import Structure, parse, structure
+from buttress.core.structures.btt import BTT
+from buttress.core.structures.low_rank import LowRank
+from buttress.errors import StructureError, quoted
+
+MAX_PARTS = 16
+
+
+@structure
+class Sum(Structure):
+    """The sum of several structures, such as low rank plus BTT, or an adapter: a frozen dense matrix plus low rank.
+
+    Factors are named after their part: "btt_R", and "btt_2_R" in a second part of that name.
+
+    Args:
+        *structures: The parts, at least two, as structures or texts. Default: LowRank() and BTT().
+        parts: The same, for `dataclasses.replace`.
+
+    Example:
+        >>> Sum(LowRank(rank=16), BTT()).chain(1024, 1024).params
+        98304
+    """
+
+    parts: tuple[Structure, ...] = (LowRank(), BTT())
+    takes_parts = True
+
+    def __init__(self, *structures: Structure | str, parts: Iterable[Structure | str] = ()) -> None:
+        given = [parse(part) for part in (*structures, *parts)] or [LowRank(), BTT()]
+        flat = tuple(p for part in given for p in (part.parts if isinstance(part, Sum) else (part,)))
+        if not 2 <= len(flat) <= MAX_PARTS:
+            raise StructureError(f"Sum: 2 to {MAX_PARTS} parts are needed, got {quoted(', '.join(map(str, flat)))}")
+        object.__setattr__(self, "parts", flat)
+
+    def __repr__(self) -> str:
+        return f"Sum({', '.join(map(repr, self.parts))})"
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(map(str, self.parts))})"
+
+    @classmethod
+    def default_candidates(cls) -> tuple[Structure, ...]:
+        return ()  # which parts to add up is the user's choice
+
+    @classmethod
+    def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
+        for rank in (1, 2, 4, 8):
+            yield from (cls(part, BTT(rank=rank)) for part in LowRank.family(d_in, d_out))
+
+    def chain(self, d_in: int, d_out: int) -> ChainSum:
+        chains: dict[str, Chain] = {}
+        for part in self.parts:
+            prefixes = (f"{part.name}_{n}" if n > 1 else part.name for n in count(1))
+            (chains[next(p for p in prefixes if p not in chains)],) = part.chain(d_in, d_out).parts
+        return ChainSum.of(chains)
