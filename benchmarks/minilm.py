@@ -151,7 +151,7 @@ class Compressed:
         kept = 1 - sum(r.macs_before - r.macs_after for r in report.rows) / dense
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.write_csv(
+            torch.save(
                 {"model": model.state_dict(), "plan": plan.to_json(), "kept": kept, "seconds": seconds}, path
             )
         return model, kept, seconds

@@ -255,9 +255,9 @@ def check_learning_rates_and_scales(structure: bt.Structure) -> None:
                 bt.lr_multiplier(f, chain, rule="muon"), (f.d_out / f.d_in) ** 0.5 / (o / i) ** 0.5 / k
             )
             if f.std is None:
-                np.testing.assert_allclose(bt.init_std(f), min(f.d_in, f.d_out) ** 0.5 / f.d_in)
+                np.testing.assert_allclose(bt.init_std(f), f.std_scale * min(f.d_in, f.d_out) ** 0.5 / f.d_in)
             else:
-                assert bt.init_std(f) == f.std
+                assert bt.init_std(f) == f.std_scale * f.std
 
     at_any_size(test)
 

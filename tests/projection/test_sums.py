@@ -41,6 +41,11 @@ def test_a_matrix_of_the_structure_is_recovered(text: str, d_in: int, d_out: int
     assert projection.relative_error < 1e-5
 
 
+def test_the_convergence_that_the_theory_page_states() -> None:
+    structure = bt.Sum(bt.LowRank(rank=16), bt.BTT())
+    assert bt.project(structure, matrix_of(structure, 256, 256), sweeps=20).relative_error < 1e-5
+
+
 @pytest.mark.parametrize("with_moments", [False, True])
 def test_a_sum_is_nearer_than_each_of_its_parts_and_every_round_helps(with_moments: bool) -> None:
     weight, moments = gaussian(48, 64), some_moments(64) if with_moments else None

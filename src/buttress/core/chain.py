@@ -54,6 +54,7 @@ class Factor:
         std: Initial standard deviation where it departs from the rule of `init_std`.
         regroup: Before this factor: flatten the held axes in the first order, split them again as the second.
         frozen: Whether the factor is not trained.
+        std_scale: Multiplies the initial standard deviation: less than 1 where the outputs of several chains add up.
 
     Shape:
         The stored tensor is (blocks, d_out, d_in).
@@ -71,6 +72,7 @@ class Factor:
     std: float | None = None
     regroup: Regroup | None = None
     frozen: bool = False
+    std_scale: float = 1.0
 
     @property
     def params(self) -> int:
@@ -257,8 +259,12 @@ class Chain:
                     lengths[bond] = min(lengths[bond], ranks[bond])
         return ranks
 
-    def equation(self) -> str:
-        """The chain as text, one line per factor, for example `y[e] = sum_{d} W[e,d] x[d]`."""
+    def equation(self, output: str = "y") -> str:
+        """The chain as text, one line per factor, for example `y[e] = sum_{d} W[e,d] x[d]`.
+
+        Args:
+            output: Name of the output.
+        """
         lines = []
         source, source_axes = "x", self.x
         if self.window:
@@ -274,7 +280,7 @@ class Chain:
                 old, new = f.regroup
                 lines.append(f"{source}[{','.join(old)}] is regrouped as {source}[{','.join(new)}]")
                 source_axes = new
-            target = "y" if last else f"z{i + 1}" if len(self.factors) > 2 else "z"
+            target = output if last else f"z{i + 1}" if len(self.factors) > 2 else "z"
             axes = self.y if last else f.batch_axes + f.shared_axes + f.out_axes
             total = f"sum_{{{','.join(f.in_axes)}}} " if f.in_axes else ""
             lines.append(

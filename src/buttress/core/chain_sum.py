@@ -9,7 +9,6 @@ from math import sqrt
 from typing import Any
 
 from buttress.core.chain import Chain, Factor
-from buttress.core.scaling import init_std
 from buttress.errors import ChainError
 
 
@@ -51,7 +50,7 @@ class ChainSum:
         share = 1 / sqrt(len(parts))
 
         def renamed(prefix: str, f: Factor, *, last: bool) -> Factor:
-            return replace(f, name=f"{prefix}_{f.name}", std=init_std(f) * share if last else f.std)
+            return replace(f, name=f"{prefix}_{f.name}", std_scale=f.std_scale * (share if last else 1))
 
         chains = tuple(
             replace(chain, factors=tuple(renamed(prefix, f, last=f is chain.factors[-1]) for f in chain.factors))
@@ -108,12 +107,9 @@ class ChainSum:
 
     def equation(self) -> str:
         """The equations of all parts, and their sum."""
-        total = " + ".join(f"y{i}" for i in range(1, len(self.parts) + 1))
-        lines = [f"y = {total}"]
-        for i, part in enumerate(self.parts, start=1):
-            lines.append(f"y{i}:")
-            lines += [f"  {line}" for line in part.equation().splitlines()]
-        return "\n".join(lines)
+        outputs = [f"y{i}" for i in range(1, len(self.parts) + 1)]
+        equations = (part.equation(y) for part, y in zip(self.parts, outputs, strict=True))
+        return "\n".join([*equations, f"y = {' + '.join(outputs)}"])
 
 
 AnyChain = Chain | ChainSum

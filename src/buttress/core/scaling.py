@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING
 
 from buttress.core.chain import Axes, Chain, Factor
+from buttress.core.chain_sum import AnyChain
 from buttress.errors import RuleError
 from buttress.suggestions import did_you_mean
-
-if TYPE_CHECKING:
-    from buttress.core.chain_sum import AnyChain
 
 RULES: dict[str, Callable[[float, float, float], float]] = {
     # Adam and sign updates have entries of size 1, so d_in of them add up in each feature.
@@ -79,7 +76,8 @@ def init_std(factor: Factor) -> float:
     It gives each slice the spectral norm sqrt(d_out / d_in), up to a constant.
 
     Args:
-        factor: A factor of a chain. Its `std`, where it has one, takes precedence over the rule.
+        factor: A factor of a chain. Its `std`, where it has one, takes precedence over the rule, and its `std_scale`
+            multiplies either.
 
     Returns:
         The standard deviation.
@@ -90,9 +88,8 @@ def init_std(factor: Factor) -> float:
         >>> init_std(left)
         0.0625
     """
-    if factor.std is not None:
-        return factor.std
-    return sqrt(min(factor.d_in, factor.d_out)) / factor.d_in
+    std = sqrt(min(factor.d_in, factor.d_out)) / factor.d_in if factor.std is None else factor.std
+    return factor.std_scale * std
 
 
 def lr_multiplier(factor: Factor, chain: AnyChain, rule: str = "adam") -> float:

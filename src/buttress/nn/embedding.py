@@ -147,8 +147,8 @@ class StructuredEmbedding(Structured):
     def assign(self, factors: Mapping[str, Tensor]) -> None:
         """Copy factors into the embedding so that it computes with these values.
 
-        A complete set of nonzero factors of a part is rescaled, so that each has the same ratio of RMS to nominal standard
-        deviation. The matrix stays the same.
+        Where all factors of a part are given and nonzero, they are rescaled, so that each has the same ratio of RMS to
+        nominal standard deviation. The matrix stays the same.
 
         Args:
             factors: New values by name; factors that are not listed stay as they are.

@@ -52,7 +52,7 @@ def test_factors_are_named_after_their_part() -> None:
 
 def test_no_prefix_is_used_twice() -> None:
     @bt.structure
-    class Btt_2(bt.Structure):  # noqa: N801  (its name collides with the prefix of a second BTT)
+    class Btt_2(bt.Structure):
         def chain(self, d_in: int, d_out: int) -> bt.Chain:
             return bt.BTT().chain(d_in, d_out)
 
@@ -105,7 +105,7 @@ def test_texts_and_values() -> None:
     assert bt.parse("sum") == bt.Sum() == bt.Sum(bt.LowRank(), bt.BTT())
     assert bt.Sum(bt.Sum("btt", "dense"), "low_rank") == bt.Sum("btt", "dense", "low_rank"), "nested sums are flat"
     assert replace(SUM, parts=(bt.Dense(), bt.BTT())) == bt.parse("sum(dense, btt)")
-    assert SUM != bt.Sum(bt.BTT(rank=2), bt.LowRank(rank=3)), "the order names the factors"
+    assert bt.Sum(bt.BTT(rank=2), bt.LowRank(rank=3)) != SUM, "the order names the factors"
 
 
 def test_copies_and_pickles_are_equal() -> None:
