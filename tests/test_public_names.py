@@ -8,7 +8,7 @@ import pytest
 import buttress as bt
 
 NAMES = {
-    "Advice", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "Choice", "CompressOptions",
+    "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "Choice", "CompressOptions",
     "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "Healing", "InputMoments",
     "Kronecker", "LowRank", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
     "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",

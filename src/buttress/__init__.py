@@ -20,6 +20,7 @@ from buttress.compression.remainder import Remainder
 from buttress.core.chain import Chain, Factor
 from buttress.core.scaling import init_std, lr_multiplier
 from buttress.core.structures import (
+    BLAST,
     BTT,
     BlockDiagonal,
     Convolution,
@@ -64,6 +65,7 @@ add_saving_hook(lambda: import_module("buttress.hf"))
 
 __all__ = [
     "Advice",
+    "BLAST",
     "BTT",
     "BlockDiagonal",
     "Budget",
