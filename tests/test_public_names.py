@@ -8,7 +8,8 @@ import pytest
 import buttress as bt
 
 NAMES = {
-    "Advice", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "ChainSum", "Choice", "CompressOptions",
+    "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "ChainSum", "Choice",
+    "CompressOptions",
     "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "Healing", "InputMoments",
     "Kronecker", "LowRank", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
     "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",

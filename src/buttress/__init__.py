@@ -21,6 +21,7 @@ from buttress.core.chain import Chain, Factor
 from buttress.core.chain_sum import ChainSum
 from buttress.core.scaling import init_std, lr_multiplier
 from buttress.core.structures import (
+    BLAST,
     BTT,
     BlockDiagonal,
     Convolution,
@@ -66,6 +67,7 @@ add_saving_hook(lambda: import_module("buttress.hf"))
 
 __all__ = [
     "Advice",
+    "BLAST",
     "BTT",
     "BlockDiagonal",
     "Budget",

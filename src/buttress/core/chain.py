@@ -259,6 +259,11 @@ class Chain:
                     lengths[bond] = min(lengths[bond], ranks[bond])
         return ranks
 
+    @cached_property
+    def coupled_bonds(self) -> Axes:
+        """Bonds that three or more factors have: those between the first and the last have them as batch axes."""
+        return tuple(a for a in self.sufficient_ranks if sum(a in f.axes for f in self.factors) > 2)
+
     def equation(self, output: str = "y") -> str:
         """The chain as text, one line per factor, for example `y[e] = sum_{d} W[e,d] x[d]`.
 

@@ -20,6 +20,7 @@ for low rank, the result is again optimal; otherwise sweeps improve it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,10 +32,11 @@ from buttress.core.chain import Axes, Chain, Factor
 from buttress.core.chain_sum import AnyChain, ChainSum
 from buttress.core.scaling import init_std
 from buttress.core.structures import Structure
-from buttress.errors import ChainError, ShapeError, StructureError
+from buttress.errors import ChainError, ShapeError
 from buttress.ops.framing import by_part
 from buttress.ops.norms import balanced
 from buttress.projection.refinement import moment_root, refine
+from buttress.projection.splitting import Cut, permuted, splits, truncated_svd
 from buttress.projection.sums import alternate, one_by_one
 
 SWEEPS = 10
@@ -311,7 +313,7 @@ def _nearest_outputs(chain: Chain, weight: Tensor, root: Tensor) -> list[Tensor]
 def _input_order(chain: Chain, axes: Axes, device: torch.device) -> Tensor:
     """Index of the padded input at each position of a tensor with these axes, which are those of x."""
     grid = torch.arange(chain.size(chain.x), device=device).reshape([chain.sizes[a] for a in chain.x])
-    return _permute(grid, chain.x, axes).flatten()
+    return permuted(grid, chain.x, axes).flatten()
 
 
 def _nearest(chain: Chain, weight: Tensor) -> list[Tensor]:
@@ -323,7 +325,10 @@ def _nearest(chain: Chain, weight: Tensor) -> list[Tensor]:
     tensor = tensor / copies.clamp_min(1)
     if any(f.regroup for f in chain.factors):
         return _regrouped(chain, tensor, axes)
-    return _peel(chain, chain.factors, tensor, axes)
+    candidates = _peel(chain, chain.factors, tensor, axes)
+    if not chain.coupled_bonds:
+        return next(candidates)
+    return min(candidates, key=lambda tensors: _norm_ratio(ops.dense(chain, tensors) - weight, weight))
 
 
 def _on_axes(chain: Chain, weight: Tensor) -> tuple[Tensor, Axes]:
@@ -349,33 +354,16 @@ def _on_axes(chain: Chain, weight: Tensor) -> tuple[Tensor, Axes]:
     return torch.einsum(tensor, [number[a] for a in axes], [number[a] for a in kept]), kept
 
 
-def _peel(chain: Chain, factors: tuple[Factor, ...], tensor: Tensor, axes: Axes) -> list[Tensor]:
-    """Split off the first factor by an SVD at its bond, then the later factors recursively."""
+def _peel(chain: Chain, factors: tuple[Factor, ...], tensor: Tensor, axes: Axes) -> Iterator[list[Tensor]]:
+    """Split off the first factor, then the later factors recursively, for each candidate of a split."""
     first, *later = factors
     if not later:
-        return [_fold(chain, first, tensor, axes)]
-    rest = dict.fromkeys(a for f in later for a in f.axes)
-    keep = tuple(a for a in axes if a in first.axes and a in rest)
-    bond = tuple(a for a in first.axes if a in rest and a not in axes)
-    only_first = tuple(a for a in first.axes if a not in rest)
-    only_rest = tuple(a for a in axes if a not in first.axes)
-    blocks = _permute(tensor, axes, (*keep, *only_rest, *only_first))
-    blocks = blocks.reshape(chain.size(keep), chain.size(only_rest), chain.size(only_first))
-    if chain.size(bond) > (full := min(blocks.shape[1:])):
-        raise StructureError(
-            f"a rank of {chain.size(bond)} at the bond {' '.join(bond)} is above {full}, with which the structure "
-            f"represents any {chain.d_out} × {chain.d_in} matrix exactly: use a rank of at most {full}"
-        )
-    left, right, root = _truncated_svd(blocks, chain.size(bond))
-
-    def unfold(t: Tensor, names: Axes) -> Tensor:
-        return t.reshape([chain.sizes[a] for a in names])
-
-    # The rest is approximated further, so all singular values go to it.
-    rest_axes = (*keep, *only_rest, *bond)
-    rest_factors = _peel(chain, tuple(later), unfold(left * root[:, None, :] ** 2, rest_axes), rest_axes)
-    first_axes = (*keep, *bond, *only_first)
-    return [_fold(chain, first, unfold(right, first_axes), first_axes), *rest_factors]
+        yield [_fold(first, tensor, axes)]
+        return
+    cut = Cut.of(first, tuple(later), axes)
+    for half, rest in splits(chain, cut, tuple(later), tensor, axes):
+        for rest_factors in _peel(chain, tuple(later), rest, cut.rest_axes):
+            yield [_fold(first, half, cut.first_axes), *rest_factors]
 
 
 def _regrouped(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
@@ -397,8 +385,8 @@ def _regrouped(chain: Chain, tensor: Tensor, axes: Axes) -> list[Tensor]:
     pair = blocks_1 * second.blocks + blocks_2
     term = _numbers_within_groups(pair)
     order = (*first.batch_axes, *second.batch_axes, *second.out_axes, *first.in_axes)
-    submatrices = _permute(tensor, axes, order).reshape(-1, second.d_out, first.d_in)
-    left, right, root = _truncated_svd(submatrices, int(term.max()) + 1)
+    submatrices = permuted(tensor, axes, order).reshape(-1, second.d_out, first.d_in)
+    left, right, root = truncated_svd(submatrices, int(term.max()) + 1)
     # All singular values on one side: an entry that is zero on both sides would never get a gradient.
     left = left * root[:, None, :] ** 2
     factor_1 = tensor.new_zeros(first.shape)
@@ -426,19 +414,5 @@ def _indices(chain: Chain, flat: Tensor, axes: Axes, subset: Axes) -> Tensor:
     return grid.expand([chain.sizes[a] for a in axes]).reshape(-1)[flat]
 
 
-def _truncated_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(left, right, root) with blocks ~ (left * root) @ (root * right), padded with zeros to the rank."""
-    # torch decomposes larger matrices one after the other on a GPU, where the CPU is faster.
-    on_cpu = blocks.is_cuda and len(blocks) > 1 and max(blocks.shape[1:]) > 32
-    u, s, vh = (t.to(blocks.device) for t in torch.linalg.svd(blocks.cpu() if on_cpu else blocks, full_matrices=False))
-    root = s[:, :rank].sqrt()
-    missing = rank - root.shape[1]
-    return F.pad(u[..., :rank], (0, missing)), F.pad(vh[:, :rank], (0, 0, 0, missing)), F.pad(root, (0, missing))
-
-
-def _fold(chain: Chain, factor: Factor, tensor: Tensor, axes: Axes) -> Tensor:
-    return _permute(tensor, axes, factor.axes).reshape(factor.shape)
-
-
-def _permute(tensor: Tensor, axes: Axes, order: Axes) -> Tensor:
-    return tensor.permute([axes.index(a) for a in order])
+def _fold(factor: Factor, tensor: Tensor, axes: Axes) -> Tensor:
+    return permuted(tensor, axes, factor.axes).reshape(factor.shape)

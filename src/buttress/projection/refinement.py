@@ -5,6 +5,8 @@ They are solved by conjugate gradients, preconditioned with the inverse of each 
 mix, as for the last factor of any chain without sharing, one step gives the exact solution; otherwise a few steps
 approximate it. The error never increases, because the best factors are kept.
 
+Where a bond is coupled (splitting.py), each sweep ends with a step of all factors together (joint_step.py).
+
 Inputs enter only through their second moments H = E[x x^T]: with H = C C^T, |(A - B) C| is minimized.
 """
 
@@ -18,14 +20,17 @@ from torch import Tensor
 
 from buttress import ops
 from buttress.core.chain import Axes, Chain
+from buttress.core.scaling import init_std
 from buttress.errors import ShapeError
+from buttress.ops.norms import balanced
+from buttress.projection.joint_step import DAMPING, Precondition, joint_step
 
 MAX_STEPS = 6
 """Maximum number of conjugate gradient steps per factor."""
 TOLERANCE = 1e-6
 """Relative size of the gradient at which a factor is solved, and relative gain of a sweep at which sweeps converge."""
 RIDGE = 1e-6
-"""Added to the diagonal of a block's equations, relative to its mean, because they may be singular."""
+"""Added to the equations of a block, relative to their mean diagonal, because they may be singular."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ def refine(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tens
     for _ in range(sweeps):
         for i in reversed(range(len(current))):
             current[i] = best_factor(chain, current, i, target, inputs)
+        if chain.coupled_bonds:
+            current = _together(chain, current, target, inputs)
         distance = _distance(chain, current, target, inputs)
         if not distance < least:
             return Refinement(best, converged=True)
@@ -122,12 +129,7 @@ def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor,
     Returns:
         The new value of factor i, after at most `MAX_STEPS` steps.
     """
-    factor_inputs, output_jacobian = _factor_inputs(chain, factors, i, inputs), _output_jacobian(chain, factors, i)
-    left, right = (_regularized_cholesky(side.mT @ side) for side in (output_jacobian, factor_inputs))
-
-    def precondition(gradient: Tensor) -> Tensor:
-        return torch.cholesky_solve(torch.cholesky_solve(gradient, left).mT, right).mT
-
+    precondition, _ = _preconditioner(chain, factors, i, inputs, RIDGE)
     with torch.enable_grad():
         factor = factors[i].detach().clone().requires_grad_()
         outputs = ops.apply(chain, inputs, [*factors[:i], factor, *factors[i + 1 :]], impl="bmm")
@@ -157,11 +159,34 @@ def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor,
     return value
 
 
-def _regularized_cholesky(equations: Tensor) -> Tensor:
-    """Cholesky factors of each block's equations with a ridge added."""
-    ridge = RIDGE * equations.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(equations.dtype).tiny)
+def _together(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor) -> list[Tensor]:
+    """A joint step from factors of equal size, so that one damping suits all of them."""
+    start = balanced(list(factors), [init_std(f) for f in chain.factors])
+    # The damping of the step is the product of both ridges.
+    parts = [_preconditioner(chain, start, i, inputs, DAMPING**0.5) for i in range(len(start))]
+    return joint_step(chain, start, target, inputs, [p for p, _ in parts], [scale for _, scale in parts])
+
+
+def _preconditioner(
+    chain: Chain, factors: Sequence[Tensor], i: int, inputs: Tensor, ridge: float
+) -> tuple[Precondition, Tensor]:
+    """The inverse of the equations of each block of factor i, and their mean diagonal."""
+    sides = (_output_jacobian(chain, factors, i), _factor_inputs(chain, factors, i, inputs))
+    equations = [side.mT @ side for side in sides]
+    left, right = (_regularized_cholesky(e, ridge) for e in equations)
+
+    def precondition(gradient: Tensor) -> Tensor:
+        return torch.cholesky_solve(torch.cholesky_solve(gradient, left).mT, right).mT
+
+    means = [e.diagonal(dim1=-2, dim2=-1).mean() for e in equations]
+    return precondition, means[0] * means[1]
+
+
+def _regularized_cholesky(equations: Tensor, ridge: float) -> Tensor:
+    """Cholesky factors of each block's equations with a ridge added, relative to their mean diagonal."""
+    added = ridge * equations.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(equations.dtype).tiny)
     eye = torch.eye(equations.shape[-1], dtype=equations.dtype, device=equations.device)
-    lower, failed = torch.linalg.cholesky_ex(equations + ridge[:, None, None] * eye)
+    lower, failed = torch.linalg.cholesky_ex(equations + added[:, None, None] * eye)
     # A block that cannot be inverted is not preconditioned, which is only slower.
     return torch.where((failed == 0)[:, None, None], lower, eye)
 

@@ -1,6 +1,7 @@
 """Structures, one file each. Importing this package registers them."""
 
 from buttress.core.structures.base import Structure, parse, structure, structures
+from buttress.core.structures.blast import BLAST
 from buttress.core.structures.block_diagonal import BlockDiagonal
 from buttress.core.structures.btt import BTT
 from buttress.core.structures.convolution import Convolution
@@ -13,6 +14,7 @@ from buttress.core.structures.sum import Sum
 from buttress.core.structures.tensor_train import TensorTrain
 
 __all__ = [
+    "BLAST",
     "BTT",
     "BlockDiagonal",
     "Convolution",

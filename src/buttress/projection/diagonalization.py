@@ -1,0 +1,90 @@
+"""Bases in which many matrices are diagonal at once, without being orthogonal.
+
+Given blocks A_bcm, we look for U_b, V_c and diagonal D_bcm with A_bcm = U_b D_bcm V_c^T. With bases of the rows and the
+columns of blocks, from SVDs, this becomes M_bcm = P_b D_bcm Q_c^T for square matrices.
+
+For any diagonal L, the matrices Z_b = P_b L P_b^-1 and W_c = Q_c^-T L Q_c^T solve the linear equations
+Z_b M_bcm = M_bcm W_c, and in general nothing else does. So a random solution of these equations has Q_c^T as its left
+eigenvectors, with the same eigenvalues for every c. It is found by projecting a random point onto the solutions, by
+conjugate gradients. No block is inverted, so small deviations of the blocks change the bases little.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MIN_STEPS, MAX_STEPS, WORK = 300, 2000, 5e10
+"""Maximum number of conjugate gradient steps: as many as this number of multiply-accumulates allows, within bounds."""
+TOLERANCE = 1e-15
+"""Relative size of the gradient at which the equations are solved."""
+
+
+def diagonalizing_bases(blocks: Tensor, rank: int) -> Tensor | None:
+    """The rows of V_c^T for which all blocks are U_b D_bcm V_c^T as nearly as possible.
+
+    Args:
+        blocks: The blocks A in float64, where each index g is an independent problem.
+        rank: Number of rows of V_c^T, at most the sides of a block.
+
+    Shape:
+        blocks: (g, b, c, m, height, width); the result is (g, c, rank, width).
+
+    Returns:
+        The bases, with rows of norm 1; None if there are none, as for blocks of zeros.
+    """
+    g, b, c, m, height, width = blocks.shape
+    columns = blocks.transpose(1, 2).reshape(g, c, b * m * height, width)
+    rows = blocks.permute(0, 1, 4, 2, 3, 5).reshape(g, b, height, c * m * width)
+    row_space = torch.linalg.svd(rows, full_matrices=False).U[..., :rank]
+    column_space = torch.linalg.svd(columns, full_matrices=False).Vh[..., :rank, :]
+    square = torch.einsum("gbhr,gbcmhw,gcsw->gbcmrs", row_space, blocks, column_space)
+    square, _ = _whitened(square, "gbcmrs,gbcmts->gbrt", "gbrt,gbcmts->gbcmrs")
+    square, whitening = _whitened(square, "gbcmsr,gbcmst->gcrt", "gctr,gbcmst->gbcmsr")
+    values, vectors = torch.linalg.eig(_random_solution(square).cpu())
+    # The same eigenvalues belong together. A complex pair, which no matrix with the structure has, spans a plane.
+    order = torch.argsort(values.real + 1e-9 * values.imag, dim=-1)
+    values, vectors = values.gather(-1, order), vectors.gather(-1, order[..., None, :].expand_as(vectors))
+    right = torch.where((values.imag < 0)[..., None, :], vectors.imag, vectors.real).to(blocks)
+    bases, failed = torch.linalg.solve_ex(whitening @ right, column_space)
+    bases = bases / bases.norm(dim=-1, keepdim=True)
+    return bases if not bool(failed.any()) and bool(bases.isfinite().all()) else None
+
+
+def _whitened(square: Tensor, gram: str, apply: str) -> tuple[Tensor, Tensor]:
+    """The matrices with one side scaled so that their sum of squares is the identity, and the scaling."""
+    values, vectors = torch.linalg.eigh(torch.einsum(gram, square, square))
+    smallest = torch.finfo(square.dtype).eps * values.amax(-1, keepdim=True)
+    scale = values.clamp_min(smallest.clamp_min(torch.finfo(square.dtype).tiny)).rsqrt()
+    whitening = (vectors * scale[..., None, :]) @ vectors.mT
+    return torch.einsum(apply, whitening, square), whitening
+
+
+def _random_solution(square: Tensor) -> Tensor:
+    """W of a random solution of Z_b M_bcm = M_bcm W_c."""
+    g, b, c, _, rank, _ = square.shape
+    generator = torch.Generator().manual_seed(0)
+    point = torch.randn(g, b + c, rank, rank, dtype=square.dtype, generator=generator).to(square.device)
+
+    def residual(z: Tensor) -> Tensor:
+        left = torch.einsum("gbrt,gbcmts->gbcmrs", z[:, :b], square)
+        return left - torch.einsum("gbcmrt,gcts->gbcmrs", square, z[:, b:])
+
+    def transposed(r: Tensor) -> Tensor:
+        left = torch.einsum("gbcmrs,gbcmts->gbrt", r, square)
+        return torch.cat([left, -torch.einsum("gbcmrt,gbcmrs->gcts", square, r)], dim=1)
+
+    gradient = transposed(residual(point))
+    direction = -gradient
+    norm = initial_norm = gradient.square().sum()
+    steps = WORK / (4 * square.numel() * rank)
+    for _ in range(int(min(max(steps, MIN_STEPS), MAX_STEPS))):
+        if not norm > TOLERANCE**2 * initial_norm:
+            break
+        change = residual(direction)
+        step_size = norm / change.square().sum().clamp_min(torch.finfo(change.dtype).tiny)
+        point = point + step_size * direction
+        gradient = gradient + step_size * transposed(change)
+        norm, previous_norm = gradient.square().sum(), norm
+        direction = -gradient + (norm / previous_norm) * direction
+    return point[:, b:]
