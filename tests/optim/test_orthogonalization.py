@@ -56,6 +56,14 @@ def test_coefficients_that_oscillate_do_not_converge() -> None:
     assert 0.1 < spectral(orthogonalize(x, 4 * QUINTIC) - polar(x)) < 0.35
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cubic_steps(dtype: torch.dtype) -> None:
+    """x -> 1.5 x - 0.5 x^3, the iteration of Newton and Schulz."""
+    torch.manual_seed(0)
+    x = conditioned((24, 40), 0.1)
+    assert spectral(orthogonalize(x.to(dtype), ((1.5, -0.5, 0.0),) * 12) - polar(x.to(dtype))) < 0.03
+
+
 @pytest.mark.parametrize("shape", [(6, 9), (3, 16, 8)], ids=str)
 def test_zero_stays_zero(shape: tuple[int, ...]) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):

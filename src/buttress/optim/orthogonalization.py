@@ -106,7 +106,9 @@ def orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients] | None 
     for i, (a, b, c) in enumerate(minimax_coefficients() if coefficients is None else coefficients):
         if i:
             gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        # With alpha=0, torch 2.13 returns wrong numbers in bfloat16 on a CPU (oneDNN).
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return (x.mT if rows > columns else x).reshape(matrices.shape)
 
 
