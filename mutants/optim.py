@@ -8,6 +8,9 @@ FACTS = ("tests/optim/test_facts.py",)
 RATES = ("tests/optim/test_rates.py", "tests/optim/test_groups.py", "tests/optim/test_rates_embedding.py")
 TRANSFER = ("tests/optim/test_width_transfer.py", "tests/optim/test_facts.py")
 MATRICES = ("tests/optim/test_matrices.py",)
+MUON = ("tests/optim/test_muon.py",)
+ORTHOGONALIZATION = ("tests/optim/test_orthogonalization.py",)
+BOUND = ("tests/optim/test_layer_bound.py",)
 
 MUTATIONS = (
     Mutation(
@@ -48,7 +51,7 @@ MUTATIONS = (
     Mutation(
         "vectors trained by Muon",
         "optim/rates.py",
-        'rule = options.rule if facts.is_matrix or options.rule != "muon" else "adam"',
+        'rule = options.rule if facts.layout is not None or options.rule != "muon" else "adam"',
         "rule = options.rule",
         RATES,
     ),
@@ -111,15 +114,15 @@ MUTATIONS = (
     Mutation(
         "the fan-in of a convolution without its kernel",
         "optim/matrices.py",
-        'kind="convolution", d_in=p[0].numel()',
-        'kind="convolution", d_in=p.shape[1]',
+        "d_in, d_out = p[0].numel(), p.shape[0]",
+        "d_in, d_out = p.shape[1], p.shape[0]",
         FACTS,
     ),
     Mutation(
         "groups of a transposed convolution ignored",
         "optim/matrices.py",
-        "d_in=p[:, 0].numel() // module.groups",
-        "d_in=p[:, 0].numel()",
+        "d_in, d_out = p[:, 0].numel() // module.groups,",
+        "d_in, d_out = p[:, 0].numel(),",
         FACTS,
     ),
     Mutation(
@@ -132,8 +135,8 @@ MUTATIONS = (
     Mutation(
         "groups merged across weight decays",
         "optim/groups.py",
-        "key = (p.multiplier, p.weight_decay, p.rule)",
-        "key = (p.multiplier, 0.0, p.rule)",
+        "groups.setdefault((p.multiplier, p.weight_decay, p.rule, layout)",
+        "groups.setdefault((p.multiplier, 0.0, p.rule, layout)",
         RATES,
     ),
     Mutation(
@@ -149,5 +152,89 @@ MUTATIONS = (
         "(is_inside and any(keyword in inside for keyword in keywords))",
         "any(keyword in inside for keyword in keywords)",
         ("tests/optim/test_weight_decay.py",),
+    ),
+    Mutation(
+        "the gates of a recurrent layer orthogonalized as one matrix",
+        "optim/matrices.py",
+        'gates: Layout = ("rows", p.shape[0] // outputs)',
+        'gates: Layout = ("rows", 1)',
+        MUON,
+    ),
+    Mutation(
+        "a transposed convolution orthogonalized by its inputs",
+        "optim/matrices.py",
+        '("columns" if module.transposed else "rows", 1) if module.groups == 1 else None',
+        '("rows", 1) if module.groups == 1 else None',
+        MUON,
+    ),
+    Mutation(
+        "a bilinear weight taken for a stack",
+        "optim/matrices.py",
+        'd_out=p.shape[0], layout=("rows", 1))',
+        "d_out=p.shape[0])",
+        MUON,
+    ),
+    Mutation(
+        "Muon decays by the bare weight decay",
+        "optim/muon.py",
+        '1 - group["lr"] * group["weight_decay"]',
+        '1 - group["weight_decay"]',
+        MUON,
+    ),
+    Mutation(
+        "Muon without Nesterov's look ahead",
+        "optim/muon.py",
+        'torch._foreach_lerp(gradients, averages, group["momentum"]) if group["nesterov"] else averages',
+        "averages",
+        MUON,
+    ),
+    Mutation(
+        "tall matrices left transposed",
+        "optim/muon.py",
+        "updates[i].unstack(result.mT if is_tall else result)",
+        "updates[i].unstack(result)",
+        MUON,
+    ),
+    Mutation(
+        "shards orthogonalized as if they were whole",
+        "optim/updates.py",
+        "return shards.is_sharded(p) and not (p.dim() == 3 and self.layout == STACK and shards.is_split_by_slices(p))",
+        "return False",
+        ("tests/optim/test_muon_processes.py",),
+    ),
+    Mutation(
+        "each process bounds the norms of its own slices",
+        "optim/layer_bound.py",
+        "largest = shards.maximum(largest, factor.parameter)",
+        "pass",
+        ("tests/optim/test_muon_processes.py",),
+    ),
+    Mutation(
+        "no cushion for rounding in bfloat16",
+        "optim/orthogonalization.py",
+        "CUSHION = 1.01",
+        "CUSHION = 1.0",
+        ORTHOGONALIZATION,
+    ),
+    Mutation(
+        "small gradients underflow",
+        "optim/orthogonalization.py",
+        "    x = x / x.abs().amax((-2, -1), keepdim=True).clamp(min=tiny)  # the squares below would underflow",
+        "    pass",
+        ORTHOGONALIZATION,
+    ),
+    Mutation(
+        "the bound forgets the terms of higher order",
+        "optim/layer_bound.py",
+        "change = change * (norm + rate) + product * rate",
+        "change = change * norm + product * rate",
+        BOUND,
+    ),
+    Mutation(
+        "the bound measures one slice alone",
+        "optim/layer_bound.py",
+        "largest = torch.cat([bounds, bounds.new_zeros(1)]).amax()",
+        "largest = bounds[0]",
+        BOUND,
     ),
 )

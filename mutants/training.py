@@ -117,8 +117,8 @@ MUTATIONS = (
     Mutation(
         "beta2 ignored",
         "lab/training/building.py",
-        "betas=(0.9, run.beta2)",
-        "betas=(0.9, 0.999)",
+        "betas=(0.9, run.beta2), fused",
+        "betas=(0.9, 0.999), fused",
         BUILDING,
     ),
     Mutation(

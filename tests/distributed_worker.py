@@ -126,6 +126,40 @@ def _whole(p: Tensor) -> Tensor:
     return p.full_tensor() if hasattr(p, "full_tensor") else p
 
 
+class Mixed(nn.Module):
+    """Every way to shard a matrix that Muon orthogonalizes, next to vectors: factors, a dense weight, a convolution."""
+
+    def __init__(self, structure: bt.Structure) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 3, 3, padding=1, dtype=torch.float64)
+        self.up = bt.StructuredLinear(36, 20, structure, normalize=True, dtype=torch.float64)
+        self.down = nn.Linear(20, 7, dtype=torch.float64)  # seven rows for two processes
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv(x.unsqueeze(1)).flatten(1)
+        return self.down(nn.functional.gelu(self.up(hidden)))
+
+
+def train_with_muon(kind: str, text: str, bound: float | None, steps: int = 3) -> dict[str, Tensor]:
+    """The parameters after a few steps; `kind` is "single" or "fsdp"."""
+    torch.manual_seed(0)
+    model: nn.Module = Mixed(bt.parse(text))
+    data, labels = torch.randn(steps, 8, 12, dtype=torch.float64), torch.randint(7, (steps, 8))
+    if kind == "fsdp":
+        shard(model)
+        data, labels = (t.chunk(PROCESSES, dim=1)[dist.get_rank()] for t in (data, labels))
+    groups = bt.param_groups(model, lr=0.05, weight_decay=0.1, rule="muon")
+    optimizer = bt.optim.Muon(groups, bound=bound)
+    for x, y in zip(data, labels, strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    if kind == "fsdp":
+        slots = [(p, t) for p, slots in optimizer.state.items() for slot, t in slots.items() if slot != "step"]
+        assert all(p.placements == t.placements for p, t in slots)  # type: ignore[attr-defined]
+    return {name: _whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
 class Net(nn.Module):
     """One parameter of every kind for `param_groups`: structured, dense, fused, tied, table, vector, frozen."""
 

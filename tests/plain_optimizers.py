@@ -10,8 +10,8 @@ PRECISE_ADAM = partial(torch.optim.Adam, eps=1e-30)
 """Adam with updates of size 1 however small the gradients are: behind factors that start at zero they are tiny."""
 
 
-class Plain(torch.optim.Optimizer):
-    """Muon and sign descent without momentum: the nearest orthogonal matrix to a slice's gradient, or its sign."""
+class SignDescent(torch.optim.Optimizer):
+    """Steps along the signs of the gradient, without momentum."""
 
     def __init__(self, groups: list[dict[str, object]]) -> None:
         super().__init__(groups, {"lr": 1.0})
@@ -20,8 +20,4 @@ class Plain(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                if group["rule"] == "muon":
-                    u, _, vh = torch.linalg.svd(p.grad, full_matrices=False)
-                    p.sub_(group["lr"] * (u @ vh))
-                else:
-                    p.sub_(group["lr"] * p.grad.sign())
+                p.sub_(group["lr"] * p.grad.sign())

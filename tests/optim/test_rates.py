@@ -174,4 +174,5 @@ def test_torchs_muon_refuses_factors_as_the_pages_say() -> None:
     with pytest.raises(ValueError, match="2D"):
         torch.optim.Muon(bt.param_groups(layer, 1e-3, rule="muon"))
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "learning-rates.md").read_text(encoding="utf-8")
-    assert "torch.optim.Muon" in page
+    assert "`torch.optim.Muon` takes two-dimensional parameters alone" in page
+    bt.optim.Muon(bt.param_groups(layer, 1e-3, rule="muon"))

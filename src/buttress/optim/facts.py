@@ -17,7 +17,7 @@ from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
-from buttress.optim.matrices import dense_matrix, is_vector
+from buttress.optim.matrices import STACK, Layout, dense_matrix, is_vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class ParameterFacts:
         row_std: For a factor of an embedding, the standard deviation of the entries of the rows.
         share: The fraction of a fused layer's outputs that this layer has.
         table_shape: For a parameter that is taken for a table, its shape; else None.
+        layout: How it is read as a stack of matrices to be orthogonalized; None if it should not be.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class ParameterFacts:
     row_std: float | None = None
     share: float = 1.0
     table_shape: tuple[int, ...] | None = None
+    layout: Layout | None = None
 
     @property
     def layer_sizes(self) -> tuple[int, int]:
@@ -89,7 +91,13 @@ def _dense_facts(name: str, module: nn.Module, key: str, p: nn.Parameter) -> Par
     if (matrix := dense_matrix(module, key, p)) is not None:
         layer = join(name, matrix.part) if matrix.part else name
         return ParameterFacts(
-            kind=matrix.kind, layer=layer, d_in=matrix.d_in, d_out=matrix.d_out, is_matrix=True, decays=True
+            kind=matrix.kind,
+            layer=layer,
+            d_in=matrix.d_in,
+            d_out=matrix.d_out,
+            is_matrix=True,
+            decays=True,
+            layout=matrix.layout,
         )
     d_out = p.shape[-1] if p.dim() else 1
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -132,6 +140,7 @@ def _linear_factors(name: str, module: Structured) -> dict[str, ParameterFacts]:
             chain=module.chain,
             factor=f.name,
             std=module.stds[f.name],
+            layout=STACK,
         )
         for f in module.chain.factors
     }

@@ -9,7 +9,7 @@ from torch import nn
 
 from buttress.errors import RuleError
 from buttress.optim.flattened_rates import watch_optimizers
-from buttress.optim.rates import RateOptions, parameter_rates
+from buttress.optim.rates import ParameterRate, RateOptions, parameter_rates
 from buttress.optim.width_transfer import Base
 
 
@@ -35,16 +35,17 @@ def param_groups(
             {module name: d_in or (d_in, d_out)}. Default: the width of `model`.
         weight_decay: Weight decay of matrices and tables. Vectors, norms, biases and gains get none, nor do parameters
             that the model's `no_weight_decay()` names or that have an attribute `_no_weight_decay`.
-        rule: "adam" (also AdamW), "sgd", "sign" (Lion) or "muon". Groups of the rule "muon" need an optimizer that
-            orthogonalizes each matrix of a stack; torch.optim.Muon refuses factors, which are three-dimensional.
+        rule: "adam" (also AdamW), "sgd", "sign" (Lion) or "muon", for `buttress.optim.Muon`. torch.optim.Muon refuses
+            factors, which are three-dimensional.
         scale: Globs over parameter names, each with an extra multiplier; the first match wins.
         structure_aware: Whether each factor gets the rate that suits its sizes. If False, it gets the dense layer's
             rate, which is the naive rule, for comparison.
 
     Returns:
         One group per distinct (rate, decay, rule), so that foreach and fused optimizers stay fast. Each has two extra
-        keys that optimizers ignore, "lr_multiplier" and "rule"; with the rule "muon", groups of vectors and embeddings
-        have the rule "adam".
+        keys that optimizers ignore, "lr_multiplier" and "rule". With the rule "muon", groups of vectors, embeddings and
+        grouped convolutions have the rule "adam"; the others have two more keys, "matrices" (how their parameters are
+        read as stacks of matrices) and "layers" (the layer of each parameter).
 
     Raises:
         RuleError: If `lr` is negative, the rule is unknown, `base` lacks a layer or size, a glob of `scale` matches
@@ -60,7 +61,7 @@ def param_groups(
     options = RateOptions(
         lr=lr, base=base, weight_decay=weight_decay, rule=rule, scale=scale, structure_aware=structure_aware
     )
-    groups: dict[tuple[float, float, str], dict[str, Any]] = {}
+    groups: dict[tuple[object, ...], dict[str, Any]] = {}
     rates = list(parameter_rates(model, options))
     if unknown := [p.name for p in rates if p.fan_in_is_unknown]:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
@@ -70,16 +71,21 @@ def param_groups(
         )
     watch_optimizers()
     for p in rates:
-        key = (p.multiplier, p.weight_decay, p.rule)
-        group = groups.setdefault(
-            key,
-            {
-                "params": [],
-                "lr": lr * p.multiplier,
-                "weight_decay": p.weight_decay,
-                "lr_multiplier": p.multiplier,
-                "rule": p.rule,
-            },
-        )
+        layout = p.facts.layout if p.rule == "muon" else None
+        group = groups.setdefault((p.multiplier, p.weight_decay, p.rule, layout), _empty_group(lr, p))
         group["params"].append(p.parameter)
+        if p.rule == "muon":
+            group["layers"].append(p.facts.layer if p.facts.chain else p.name)
     return list(groups.values())
+
+
+def _empty_group(lr: float, p: ParameterRate) -> dict[str, Any]:
+    """A group for parameters with the rate, decay and rule of this one."""
+    group = {
+        "params": [],
+        "lr": lr * p.multiplier,
+        "weight_decay": p.weight_decay,
+        "lr_multiplier": p.multiplier,
+        "rule": p.rule,
+    }
+    return group | {"matrices": p.facts.layout, "layers": []} if p.rule == "muon" else group

@@ -1,12 +1,57 @@
-"""Which parameters of dense modules are matrices, and which of their axes are summed."""
+"""Which parameters of dense modules are matrices, which of their axes are summed, and how to read them as stacks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from buttress.inspection.names import is_conv1d
+
+Layout = tuple[Literal["stack", "rows", "columns"], int]
+"""How a parameter is read as a stack of matrices: the arrangement, and the number of parts.
+
+- ("stack", 1): the last two dimensions are the matrix. (in, out) serves as well as (out, in).
+- ("rows", n): n matrices below each other, each with all dimensions but the first as columns.
+- ("columns", 1): one matrix whose second dimension has the rows, as in a transposed convolution.
+"""
+
+STACK: Layout = ("stack", 1)
+
+
+def to_stack(t: Tensor, layout: Layout) -> Tensor:
+    """Read a parameter as a stack of matrices.
+
+    Args:
+        t: The parameter, or a tensor of its shape.
+        layout: Its layout.
+
+    Shape:
+        Returns (matrices, rows, columns).
+    """
+    kind, parts = layout
+    match kind:
+        case "stack":
+            return t.reshape(-1, *t.shape[-2:])
+        case "rows":
+            return t.reshape(parts, t.shape[0] // parts, -1)
+        case "columns":
+            return t.transpose(0, 1).reshape(1, t.shape[1], -1)
+
+
+def from_stack(stack: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
+    """The inverse of `to_stack`.
+
+    Args:
+        stack: The stack.
+        shape: Shape of the parameter.
+        layout: Its layout.
+    """
+    if layout[0] == "columns":
+        d_in, d_out, *kernel = shape
+        return stack.reshape(d_out, d_in, *kernel).transpose(0, 1)
+    return stack.reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -18,12 +63,14 @@ class DenseMatrix:
         d_in: How many numbers are summed for each output.
         d_out: Number of outputs.
         part: Name in the module, if the module has several matrices; else empty.
+        layout: How it is read as a stack of matrices; None if it should not be orthogonalized.
     """
 
     kind: str
     d_in: int
     d_out: int
     part: str = ""
+    layout: Layout | None = STACK
 
 
 def dense_matrix(module: nn.Module, key: str, p: nn.Parameter) -> DenseMatrix | None:
@@ -49,9 +96,11 @@ def dense_matrix(module: nn.Module, key: str, p: nn.Parameter) -> DenseMatrix | 
         return _attention(key, p)
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         outputs = p.shape[0] if key.startswith("weight_hr") else module.hidden_size  # the gates are stacked
-        return DenseMatrix("recurrent", d_in=p.shape[1], d_out=outputs, part=key)
+        gates: Layout = ("rows", p.shape[0] // outputs)
+        return DenseMatrix("recurrent", d_in=p.shape[1], d_out=outputs, part=key, layout=gates)
     if isinstance(module, nn.Bilinear) and key == "weight":
-        return DenseMatrix("bilinear: sums over pairs of inputs", d_in=p[0].numel(), d_out=p.shape[0])
+        kind = "bilinear: sums over pairs of inputs"
+        return DenseMatrix(kind, d_in=p[0].numel(), d_out=p.shape[0], layout=("rows", 1))
     if p.dim() == 3:
         return _experts(module, key, p)
     if p.dim() == 2 and key == "weight" and "Embedding" not in type(module).__name__:
@@ -71,15 +120,19 @@ def is_vector(key: str, p: nn.Parameter) -> bool:
 
 
 def _convolution(module: nn.modules.conv._ConvNd, p: nn.Parameter) -> DenseMatrix:
+    # The groups of a convolution are many small matrices, in the extreme one row per channel.
+    layout: Layout | None = ("columns" if module.transposed else "rows", 1) if module.groups == 1 else None
     if module.transposed:  # stored as (in, out, ...)
-        return DenseMatrix(kind="convolution", d_in=p[:, 0].numel() // module.groups, d_out=p.shape[1] * module.groups)
-    return DenseMatrix(kind="convolution", d_in=p[0].numel(), d_out=p.shape[0])
+        d_in, d_out = p[:, 0].numel() // module.groups, p.shape[1] * module.groups
+    else:
+        d_in, d_out = p[0].numel(), p.shape[0]
+    return DenseMatrix(kind="convolution", d_in=d_in, d_out=d_out, layout=layout)
 
 
 def _attention(key: str, p: nn.Parameter) -> DenseMatrix:
     d_out, d_in = p.shape
     if key == "in_proj_weight":  # three matrices in one
-        return DenseMatrix("dense (attention)", d_in=d_in, d_out=d_out // 3)
+        return DenseMatrix("dense (attention)", d_in=d_in, d_out=d_out // 3, layout=("rows", 3))
     # q_proj_weight corresponds to the weight of q_proj in a ProjectedAttention
     return DenseMatrix("dense (attention)", d_in=d_in, d_out=d_out, part=key.removesuffix("_weight"))
 

@@ -112,8 +112,8 @@ def _check_not_flat(every_parameter: Iterable[nn.Parameter]) -> None:
 def _rate(
     name: str, parameter: nn.Parameter, facts: ParameterFacts, options: RateOptions, transfer: WidthTransfer
 ) -> ParameterRate:
-    # Muon orthogonalizes matrices; vectors and embeddings are trained by Adam next to it.
-    rule = options.rule if facts.is_matrix or options.rule != "muon" else "adam"
+    # Muon orthogonalizes matrices; vectors, embeddings and grouped convolutions are trained by Adam next to it.
+    rule = options.rule if facts.layout is not None or options.rule != "muon" else "adam"
     multiplier, reason = transfer.multiplier(name, facts, rule)
     fan_in_is_unknown = transfer.fan_in_is_unknown(name, facts)
     if fan_in_is_unknown:

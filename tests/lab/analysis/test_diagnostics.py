@@ -25,7 +25,7 @@ from buttress.lab.diagnostics import CoordinateCheck as Check
 from buttress.lab.diagnostics import coordinate_check, plot
 from buttress.lab.models import MLP
 from buttress.optim import rates as optim
-from plain_optimizers import PRECISE_ADAM, Plain
+from plain_optimizers import PRECISE_ADAM, SignDescent
 
 TOLERANCE = 0.15
 """Largest slope of log RMS against log width that passes for flat. A missing multiplier gives 0.5 or more, an error of
@@ -94,7 +94,7 @@ def run(structure: bt.Structure, *, structure_aware: bool = True, rule: str = "a
         seeds=4 if few else 1,
         rule=rule,
         structure_aware=structure_aware,
-        optimizer={"adam": PRECISE_ADAM, "sgd": torch.optim.SGD}.get(rule, Plain),
+        optimizer={"adam": PRECISE_ADAM, "sign": SignDescent}.get(rule),
         watch=lambda name, _: name in WATCHED,
     )
 
@@ -186,8 +186,8 @@ def test_muon_and_sign_rates_are_flat(structure: bt.Structure, rule: str, lr: fl
 
 
 def test_rules_without_an_optimizer_ask_for_one() -> None:
-    with pytest.raises(bt.RuleError, match="rule 'muon' has no default optimizer"):
-        coordinate_check(lambda w: build(w, bt.BTT()), WIDTHS, NARROW.batches, lr=1.0, rule="muon")
+    with pytest.raises(bt.RuleError, match="rule 'sign' has no default optimizer"):
+        coordinate_check(lambda w: build(w, bt.BTT()), WIDTHS, NARROW.batches, lr=1.0, rule="sign")
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:

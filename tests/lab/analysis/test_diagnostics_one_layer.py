@@ -22,14 +22,19 @@ from torch import Tensor, nn
 import buttress as bt
 from buttress.lab.diagnostics import coordinate_check
 from buttress.optim import rates as optim
-from plain_optimizers import PRECISE_ADAM, Plain
+from plain_optimizers import PRECISE_ADAM, SignDescent
 
 TOLERANCE = 0.1
 """Largest distance of a slope of log RMS against log width from its exact value. An error of d^(1/4) is 0.25."""
 WIDTHS = (64, 256, 1024, 4096)
 SHARED = [bt.Kronecker(), bt.TensorTrain(rank=2), bt.TensorTrain(rank=2, cores=3)]
 STRUCTURES = [*SHARED, bt.BTT(), bt.BTT(rank=2), bt.BTT(rank=2, cores=3)]
-OPTIMIZERS: dict[str, Any] = {"adam": PRECISE_ADAM, "sign": Plain, "muon": Plain, "sgd": torch.optim.SGD}
+OPTIMIZERS: dict[str, Any] = {
+    "adam": PRECISE_ADAM,
+    "sign": SignDescent,
+    "muon": bt.optim.Muon,
+    "sgd": torch.optim.SGD,
+}
 
 
 def common_directions(sizes: list[int]) -> Tensor:
@@ -80,6 +85,18 @@ def slopes(structure: bt.Structure, rule: str, draw: Callable[[list[int]], Tenso
 )
 def test_every_factor_changes_the_output_by_the_same_amount(structure: bt.Structure, rule: str) -> None:
     assert slopes(structure, rule, common_directions) == pytest.approx(
+        {f.name: 0.0 for f in structure.chain(64, 64).factors}, abs=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [bt.Dense(), bt.LowRank(), bt.Monarch(4), bt.Monarch(16), bt.BlockDiagonal(4), bt.Convolution(3)],
+    ids=str,
+)
+def test_muon_changes_the_output_of_every_structure_by_the_same_amount(structure: bt.Structure) -> None:
+    """Those with slices that are no small blocks, which the other test leaves to a whole network."""
+    assert slopes(structure, "muon", common_directions) == pytest.approx(
         {f.name: 0.0 for f in structure.chain(64, 64).factors}, abs=TOLERANCE
     )
 

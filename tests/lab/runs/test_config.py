@@ -31,7 +31,7 @@ class TestRun:
         ("settings", "match"),
         [
             (["widht=3"], "did you mean 'width'"),
-            (["zzz=3"], "valid names are accumulate, aware, base_width"),
+            (["zzz=3"], "valid names are accumulate, adam_scale, aware"),
             (["width"], "the form name=value"),
             (["width=many"], "width takes a number"),
             (["width=1.5"], "width must be an integer"),
@@ -46,6 +46,7 @@ class TestRun:
             (["lr=1e400"], "lr must be above 0 and finite"),
             (["resample=nearest"], "resample must be one of area, bilinear"),
             (["mixup_on=pixels"], "mixup_on=pixels has no effect without mixup"),
+            (["adam_scale=0.1"], "adam_scale=0.1 has no effect with optimizer=adam: set optimizer=muon"),
             (["mixup=-1"], "mixup must be between 0"),
             (["smoothing=2"], "smoothing must be between 0 and 1"),
             (["seed=99999999999999999999"], "seed must be between"),

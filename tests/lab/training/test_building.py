@@ -42,6 +42,21 @@ class TestBuild:
         assert rates["blocks.0.up.weight"] == pytest.approx(run.lr * 64 / 256)
         assert rates["input.weight"] == pytest.approx(run.lr)
 
+    def test_muon_leaves_the_rest_to_adam_at_its_own_scale(self) -> None:
+        task = load("digits")
+        run = replace(
+            SMALL, structure="btt", normalize=True, optimizer="muon", adam_scale=0.1, beta2=0.8, base_width=16
+        )
+        model = build_model(run, task)
+        optimizer = build_optimizer(run, model, task, torch.device("cpu"))
+        assert isinstance(optimizer, bt.optim.Muon)
+        rates = {rule: {g["lr"] for g in optimizer.param_groups if g["rule"] == rule} for rule in ("muon", "adam")}
+        assert rates["adam"] == {0.1 * run.lr}
+        assert run.lr in rates["muon"]  # of the dense head
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(run.lr * group["lr_multiplier"])
+            assert group["betas"] == (0.9, 0.8)
+
     def test_errors(self) -> None:
         with pytest.raises(ConfigError, match="did you mean 'mlp'"):
             build_model(replace(SMALL, model="mlpp"), load("digits"))

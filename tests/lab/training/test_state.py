@@ -12,7 +12,7 @@ from buttress.lab.training.trainer import Trainer
 from lab_runs import SMALL
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "muon"])
 @pytest.mark.parametrize("step", [0, 3])
 def test_steps_after_a_restore_are_those_after_the_snapshot(step: int, optimizer: str) -> None:
     """At step 0 the optimizer has no state yet, and afterwards it must be as if it had none."""

@@ -63,8 +63,9 @@ def test_gradients_are_clipped_together() -> None:
     assert max(ratios) / min(ratios) < 1.01
 
 
-def test_resuming_in_the_same_process_is_bit_identical(tmp_path: Path) -> None:
-    run = replace(SMALL, steps=150, mixup=0.8, structure="btt", probe=True)
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_resuming_in_the_same_process_is_bit_identical(tmp_path: Path, optimizer: str) -> None:
+    run = replace(SMALL, steps=150, mixup=0.8, structure="btt", probe=True, optimizer=optimizer)
     whole = Trainer(run, load("digits"), torch.device("cpu"))
     whole.advance(150)
     first = Trainer(run, load("digits"), torch.device("cpu"))
@@ -80,8 +81,9 @@ def test_resuming_in_the_same_process_is_bit_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_trains_as_single_launches_do() -> None:
-    run = replace(SMALL, steps=200, mixup=0.8, smoothing=0.3, structure="btt")
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_a_replayed_graph_trains_as_single_launches_do(optimizer: str) -> None:
+    run = replace(SMALL, steps=200, mixup=0.8, smoothing=0.3, structure="btt", optimizer=optimizer)
     device = torch.device("cuda")
     losses = []
     for graph in (True, False):

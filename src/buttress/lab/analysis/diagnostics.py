@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress import RuleError, StructuredLinear, param_groups
+from buttress import RuleError, StructuredLinear, optim, param_groups
 from buttress.files import replacing
 from buttress.inspection.hooks import removing
 from buttress.ops.norms import rms
@@ -30,7 +30,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Watch = Callable[[str, nn.Module], bool]
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+OPTIMIZERS: dict[str, MakeOptimizer] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD, "muon": optim.Muon}
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def coordinate_check(
         structure_aware: Whether factors get their own learning rates, as for `param_groups`.
         scale: Further multipliers of the learning rates, as for `param_groups`.
         loss: Loss of outputs and targets.
-        optimizer: Builds an optimizer from parameter groups; needed where `rule` is neither "adam" nor "sgd".
+        optimizer: Builds an optimizer from parameter groups; needed for the rule "sign".
         watch: Called with a module's name and the module; returns whether to measure it. Default: all linear layers and
             the model itself.
 

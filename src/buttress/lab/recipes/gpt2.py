@@ -102,6 +102,25 @@ def gpt2_rate_transfer() -> Iterator[Run]:
 
 
 @recipe
+def gpt2_muon() -> Iterator[Run]:
+    """Validation loss and activations of GPT-2 trained by AdamW and by Muon: dense, and BTT of rank 4 at equal MACs.
+
+    15 runs of 2,000 steps: three learning rates for each of dense with AdamW, dense with Muon, BTT with normalized
+    weights and AdamW, and BTT with Muon, with and without normalized weights. Muon's rates are ten times those of
+    AdamW, with which it trains vectors and embeddings here. The question is whether updates of bounded norm keep the
+    activations of BTT from growing, which is what normalized weights are for.
+    """
+    for lr in (6e-4, 2e-3, 6e-3):
+        adam = replace(WIKI, lr=lr, trace=100)
+        # The quarter of GPT2's FFN is Adam's ratio of rates for four times the inputs; Muon's is its square root.
+        muon = replace(adam, optimizer="muon", lr=10 * lr, adam_scale=0.1, down_scale=0.5)
+        for run in (adam, muon):
+            yield _dense(run, 384)
+            yield _btt(run, 1216)
+        yield replace(_btt(muon, 1216), normalize=False)
+
+
+@recipe
 def gpt2_throughput() -> Iterator[Run]:
     """Tokens per second, MFU and memory of GPT-2, dense and BTT of equal width and of equal MACs.
 

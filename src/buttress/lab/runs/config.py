@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "resample": get_args(Resample),
     "mixup_on": get_args(MixupOn),
     "precision": get_args(Precision),
-    "optimizer": ("adam", "adamw", "sgd"),
+    "optimizer": ("adam", "adamw", "sgd", "muon"),
 }
 """Valid values of the fields that have a fixed set of them."""
 
@@ -98,7 +98,7 @@ class Run:
     normalize: bool = False
     """Whether to normalize the weights of structured layers, with a learned gain per factor."""
     optimizer: str = "adam"
-    """Optimizer of the run: adam, adamw or sgd."""
+    """Optimizer of the run: adam, adamw, sgd or muon (with AdamW for vectors and embeddings)."""
     lr: float = 3e-3
     """Peak learning rate at `base_width`; it is transferred to `width`."""
     base_width: int = 64
@@ -107,6 +107,8 @@ class Run:
     """Additional multiplier of the input layer's learning rate."""
     down_scale: float = 1.0
     """Additional multiplier of the learning rate of the second layer in each FFN."""
+    adam_scale: float = 1.0
+    """Additional multiplier of the learning rates of what optimizer=muon trains by AdamW."""
     weight_decay: float = 0.0
     """Weight decay, as the optimizer defines it."""
     schedule: Schedule = "cosine"
@@ -183,15 +185,21 @@ class Run:
         if not 0 < self.lr < float("inf"):
             raise ConfigError(f"lr must be above 0 and finite, got {self.lr}")
         bounds = (
-            ("mixup", 0, 1e6), ("input_scale", 0, 1e6), ("down_scale", 0, 1e6), ("smoothing", 0, 1),
-            ("weight_decay", 0, 1e6), ("seed", 0, 2**62), ("warmup", 0, self.steps), ("clip", 0, 1e6), ("beta2", 0, 1),
-            ("final", 0, 1), ("head_width", 0, 2**20), ("evaluate", 0, 2**62), ("trace", 0, 2**62),
+            ("mixup", 0, 1e6), ("input_scale", 0, 1e6), ("down_scale", 0, 1e6), ("adam_scale", 0, 1e6),
+            ("smoothing", 0, 1), ("weight_decay", 0, 1e6), ("seed", 0, 2**62), ("warmup", 0, self.steps),
+            ("clip", 0, 1e6), ("beta2", 0, 1), ("final", 0, 1), ("head_width", 0, 2**20),
+            ("evaluate", 0, 2**62), ("trace", 0, 2**62),
         )  # fmt: skip
         for name, low, high in bounds:
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{name} must be between {low:g} and {high:g}, got {getattr(self, name)}")
         if self.mixup_on != "inputs" and not self.mixup:
             raise ConfigError(f"mixup_on={self.mixup_on} has no effect without mixup: set mixup, or leave it out")
+        if self.adam_scale != 1 and self.optimizer != "muon":
+            raise ConfigError(
+                f"adam_scale={self.adam_scale:g} has no effect with optimizer={self.optimizer}: set optimizer=muon, or "
+                "leave it out"
+            )
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"a batch of {self.batch} does not divide into accumulate={self.accumulate} microbatches: "

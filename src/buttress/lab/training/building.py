@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from buttress import Structure, param_groups, parse, replace_
+from buttress import Structure, optim, param_groups, parse, replace_
 from buttress.lab.data import Task
 from buttress.lab.models import GPT, MLP, ViT, start_
 from buttress.lab.runs.config import ConfigError, Layers, Run
@@ -120,10 +120,15 @@ def build_param_groups(run: Run, model: nn.Module, task: Task) -> list[dict[str,
         base = _build_dense(replace(run, heads=heads), run.base_width, task)
     scales = {"input.*": run.input_scale, "blocks.*.down.*": run.down_scale}
     scale = {glob: factor for glob, factor in scales.items() if factor != 1}
-    rule = "sgd" if run.optimizer == "sgd" else "adam"
-    return param_groups(
+    rule = run.optimizer if run.optimizer in ("sgd", "muon") else "adam"
+    groups = param_groups(
         model, run.lr, base=base, weight_decay=run.weight_decay, rule=rule, scale=scale, structure_aware=run.aware
     )
+    for group in groups:
+        if rule == "muon" and group["rule"] == "adam":
+            group["lr"] *= run.adam_scale
+            group["lr_multiplier"] *= run.adam_scale
+    return groups
 
 
 def build_optimizer(run: Run, model: nn.Module, task: Task, device: torch.device) -> torch.optim.Optimizer:
@@ -131,6 +136,8 @@ def build_optimizer(run: Run, model: nn.Module, task: Task, device: torch.device
     groups = build_param_groups(run, model, task)
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups)
+    if run.optimizer == "muon":
+        return optim.Muon(groups, betas=(0.9, run.beta2))
     kind = torch.optim.AdamW if run.optimizer == "adamw" else torch.optim.Adam
     return kind(groups, betas=(0.9, run.beta2), fused=True, capturable=device.type == "cuda")
 
