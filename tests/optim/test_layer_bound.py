@@ -13,7 +13,7 @@ import buttress as bt
 
 STRUCTURES = [
     bt.Dense(), bt.LowRank(rank=4), bt.Kronecker(), bt.Monarch(4), bt.BlockDiagonal(4), bt.Convolution(3),
-    bt.TensorTrain(rank=2), bt.BTT(rank=2), bt.BTT(rank=2, cores=3),
+    bt.TensorTrain(rank=2), bt.BTT(rank=2), bt.BTT(rank=2, cores=3), bt.Sum(bt.LowRank(rank=4), bt.BTT()),
 ]  # fmt: skip
 LR = 0.2
 

@@ -45,7 +45,7 @@ def param_groups(
         One group per distinct (rate, decay, rule), so that foreach and fused optimizers stay fast. Each has two extra
         keys that optimizers ignore, "lr_multiplier" and "rule". With the rule "muon", groups of vectors, embeddings and
         grouped convolutions have the rule "adam"; the others have two more keys, "matrices" (how their parameters are
-        read as stacks of matrices) and "layers" (the layer of each parameter).
+        read as stacks of matrices) and "layers" (the layer of each parameter, or its part of a sum).
 
     Raises:
         RuleError: If `lr` is negative, the rule is unknown, `base` lacks a layer or size, a glob of `scale` matches
@@ -75,8 +75,17 @@ def param_groups(
         group = groups.setdefault((p.multiplier, p.weight_decay, p.rule, layout), _empty_group(lr, p))
         group["params"].append(p.parameter)
         if p.rule == "muon":
-            group["layers"].append(p.facts.layer if p.facts.chain else p.name)
+            group["layers"].append(_product(p))
     return list(groups.values())
+
+
+def _product(p: ParameterRate) -> str:
+    """The name of the product that a factor belongs to: its layer, or its part of a sum; otherwise its own name."""
+    chain = p.facts.chain
+    if chain is None:
+        return p.name
+    part = next(i for i, part in enumerate(chain.parts) if any(f.name == p.facts.factor for f in part.factors))
+    return p.facts.layer if len(chain.parts) == 1 else f"{p.facts.layer}[{part}]"
 
 
 def _empty_group(lr: float, p: ParameterRate) -> dict[str, Any]:
