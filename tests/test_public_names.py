@@ -19,6 +19,10 @@ NAMES = {
     "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project", "replace_", "split",
     "structure", "structures", "timed",
 }  # fmt: skip
+OPTIM = {
+    "QUINTIC", "Explanation", "Muon", "ParameterRow", "explain", "minimax_coefficients", "orthogonalize",
+    "param_groups",
+}  # fmt: skip
 OPTIONAL = {
     "buttress.hf": {"StructuredConfig", "adapted", "attach", "lora", "save"},
     "buttress.vision": {"fill", "load", "model_args", "save"},
@@ -30,6 +34,7 @@ def test_names() -> None:
     assert set(bt.__all__) == NAMES
     assert bt.__all__ == sorted(bt.__all__)
     assert all(hasattr(bt, name) for name in bt.__all__)
+    assert set(bt.optim.__all__) == OPTIM
 
 
 @pytest.mark.parametrize("module", OPTIONAL)
@@ -57,6 +62,10 @@ def test_signatures() -> None:
     ]  # fmt: skip
     assert names(bt.explain) == names(bt.param_groups)
     assert names(bt.lr_multiplier) == ["factor", "chain", "rule"]
+    assert names(bt.optim.Muon) == [
+        "params", "lr", "momentum", "nesterov", "weight_decay", "rule", "betas", "eps", "coefficients", "dtype",
+        "bound", "foreach",
+    ]  # fmt: skip
     assert names(bt.project)[:2] == ["structure", "weight"]
     rest = list(inspect.signature(bt.project).parameters.values())[2:]
     assert all(p.kind is p.KEYWORD_ONLY for p in rest), "what was added does not change a call"
