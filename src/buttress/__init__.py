@@ -57,6 +57,7 @@ from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
 from buttress.surgery import Plan, PlanEntry, Report, Unreached, densify_, replace_
 from buttress.surgery.config_entry import add_saving_hook
+from buttress.surgery.matching import Match, match
 from buttress.version import __version__ as __version__
 
 # Surgery imports nothing of transformers; where a process has imported it, models save their plans by this.
@@ -83,6 +84,7 @@ __all__ = [
     "InputMoments",
     "Kronecker",
     "LowRank",
+    "Match",
     "MissingExtraError",
     "Monarch",
     "Outcome",
@@ -117,6 +119,7 @@ __all__ = [
     "heal",
     "init_std",
     "lr_multiplier",
+    "match",
     "moments",
     "param_groups",
     "parse",
