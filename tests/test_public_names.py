@@ -9,12 +9,14 @@ import buttress as bt
 
 NAMES = {
     "Advice", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "Choice", "CompressOptions",
-    "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "Healing", "InputMoments",
+    "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "GrowthReport", "Healing",
+    "InputMoments",
     "Kronecker", "LowRank", "Match", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
     "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",
     "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear", "StructuredPointwiseConv",
     "TensorTrain", "Unreached",
     "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained", "graphed",
+    "grow_",
     "heal", "init_std", "lr_multiplier", "match", "moments", "param_groups", "parse", "project", "replace_", "split",
     "structure", "structures", "timed",
 }  # fmt: skip

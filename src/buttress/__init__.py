@@ -55,7 +55,7 @@ from buttress.nn.split_linear import SplitLinear
 from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
-from buttress.surgery import Plan, PlanEntry, Report, Unreached, densify_, replace_
+from buttress.surgery import GrowthReport, Plan, PlanEntry, Report, Unreached, densify_, grow_, replace_
 from buttress.surgery.config_entry import add_saving_hook
 from buttress.surgery.matching import Match, match
 from buttress.version import __version__ as __version__
@@ -80,6 +80,7 @@ __all__ = [
     "DenseLayer",
     "Explanation",
     "Factor",
+    "GrowthReport",
     "Healing",
     "InputMoments",
     "Kronecker",
@@ -116,6 +117,7 @@ __all__ = [
     "explain",
     "from_pretrained",
     "graphed",
+    "grow_",
     "heal",
     "init_std",
     "lr_multiplier",

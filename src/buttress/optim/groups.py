@@ -44,7 +44,7 @@ def param_groups(
     Returns:
         One group per distinct (rate, decay, rule), so that foreach and fused optimizers stay fast. Each has two extra
         keys that optimizers ignore, "lr_multiplier" and "rule"; with the rule "muon", groups of vectors and embeddings
-        have the rule "adam".
+        have the rule "adam". With structure_aware=False each has that key, too, for `grow_`.
 
     Raises:
         RuleError: If `lr` is negative, the rule is unknown, `base` lacks a layer or size, a glob of `scale` matches
@@ -81,5 +81,7 @@ def param_groups(
                 "rule": p.rule,
             },
         )
+        if not structure_aware:
+            group["structure_aware"] = False
         group["params"].append(p.parameter)
     return list(groups.values())
