@@ -123,7 +123,13 @@ class TestReadme:
 
 @pytest.mark.parametrize(
     ("page", "least"),
-    [("index", 1), ("how-to/add-a-structure", 2), ("how-to/choose-a-structure", 2), ("how-to/learning-rates", 4)],
+    [
+        ("index", 1),
+        ("how-to/add-a-structure", 2),
+        ("how-to/choose-a-structure", 2),
+        ("how-to/learning-rates", 4),
+        ("how-to/grow-a-rank", 1),
+    ],
 )
 def test_examples_run(page: str, least: int) -> None:
     blocks = python_blocks(DOCS / f"{page}.md")

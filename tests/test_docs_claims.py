@@ -185,3 +185,17 @@ def test_time_of_a_layer_at_equal_macs() -> None:
         times.append(ours / nanoseconds(square["btt", dense_width], "linear_both_ms"))
     assert f"takes {times[0]:.1f} times as long" in page
     assert f"and {times[1]:.1f} times as long" in page
+
+
+@pytest.mark.parametrize("metric", ["train_error", "test_error"])
+def test_growing_halfway_errs_more_than_its_cost_suggests(metric: str) -> None:
+    from generation import growing
+
+    assert "Here it does not pay." in (DOCS / "how-to/grow-a-rank.md").read_text()
+    for structures in growing.by_width().values():
+        small, grown, large = structures.values()
+        assert [len(seeds) for seeds in structures.values()] == [5, 5, 5]
+        assert growing.mean_macs(grown[0]) == (small[0].macs + large[0].macs) / 2
+        assert np.mean(growing.above_line(small, large, grown, metric)) > 0
+        errors = [np.mean([r.results["train_error"] for r in seeds]) for seeds in (small, grown, large)]
+        assert errors[0] - errors[1] < 0.1 * (errors[0] - errors[2])  # almost as much as rank 1

@@ -9,14 +9,15 @@ import buttress as bt
 
 NAMES = {
     "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "ChainSum", "Choice",
-    "CompressOptions",
-    "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "Healing", "InputMoments",
-    "Kronecker", "LowRank", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
+    "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "GrowthReport",
+    "Healing", "InputMoments",
+    "Kronecker", "LowRank", "Match", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
     "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",
     "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear", "StructuredPointwiseConv",
     "Sum", "TensorTrain", "Unreached",
     "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained", "graphed",
-    "heal", "init_std", "lr_multiplier", "moments", "param_groups", "parse", "project", "replace_", "split",
+    "grow_",
+    "heal", "init_std", "lr_multiplier", "match", "moments", "param_groups", "parse", "project", "replace_", "split",
     "structure", "structures", "timed",
 }  # fmt: skip
 OPTIM = {

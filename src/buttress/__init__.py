@@ -58,8 +58,9 @@ from buttress.nn.split_linear import SplitLinear
 from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
-from buttress.surgery import Plan, PlanEntry, Report, Unreached, densify_, replace_
+from buttress.surgery import GrowthReport, Plan, PlanEntry, Report, Unreached, densify_, grow_, replace_
 from buttress.surgery.config_entry import add_saving_hook
+from buttress.surgery.matching import Match, match
 from buttress.version import __version__ as __version__
 
 # Surgery imports nothing of transformers; where a process has imported it, models save their plans by this.
@@ -84,10 +85,12 @@ __all__ = [
     "DenseLayer",
     "Explanation",
     "Factor",
+    "GrowthReport",
     "Healing",
     "InputMoments",
     "Kronecker",
     "LowRank",
+    "Match",
     "MissingExtraError",
     "Monarch",
     "Outcome",
@@ -120,9 +123,11 @@ __all__ = [
     "explain",
     "from_pretrained",
     "graphed",
+    "grow_",
     "heal",
     "init_std",
     "lr_multiplier",
+    "match",
     "moments",
     "param_groups",
     "parse",

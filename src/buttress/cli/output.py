@@ -73,7 +73,7 @@ def one_line_warnings() -> Iterator[None]:
 
 def describe(run: Run) -> str:
     """A short description of a run, for progress bars and messages."""
-    return f"{run.task} {run.model} {run.structure or 'dense'} {run.width}"
+    return f"{run.task} {run.model} {run.structure_label} {run.width}"
 
 
 def print_records(records: Iterable[Record], as_json: bool) -> None:
@@ -102,7 +102,7 @@ def is_language(records: Iterable[Record]) -> bool:
 
 Column = tuple[str, Callable[[Record], str]]
 
-STRUCTURE: Column = ("structure", lambda r: r.run.structure or "dense")
+STRUCTURE: Column = ("structure", lambda r: r.run.structure_label)
 WIDTH: Column = ("width", lambda r: str(r.run.width))
 PARAMETERS: Column = ("parameters", lambda r: f"{r.params:,}")
 SECONDS: Column = ("seconds", lambda r: f"{r.results['seconds']:.1f}")

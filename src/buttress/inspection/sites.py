@@ -237,13 +237,14 @@ def offloaded_modules(model: nn.Module) -> set[int]:
     return ids
 
 
-def check_not_wrapped(model: nn.Module) -> None:
+def check_not_wrapped(model: nn.Module, action: str = "replacing layers") -> None:
     """Check that a model is not wrapped or sharded for distributed training.
 
     DDP and FSDP keep lists of parameters, so new ones would never be synchronized. A sharded weight is not whole.
 
     Args:
         model: The model.
+        action: What is to be done to it, for the error.
 
     Raises:
         PlanError: If any module of the model is wrapped by DDP or FSDP, or a parameter is sharded.
@@ -252,10 +253,10 @@ def check_not_wrapped(model: nn.Module) -> None:
         # By name, because importing FSDP takes long: FullyShardedDataParallel wraps, fully_shard derives a class.
         classes = {c.__name__ for c in type(module).__mro__}
         if isinstance(module, nn.parallel.DistributedDataParallel) or classes & _SHARDING_CLASSES:
-            raise PlanError("the model is wrapped for distributed training already: wrap it after replacing layers")
+            raise PlanError(f"the model is wrapped for distributed training already: wrap it after {action}")
     for name, parameter in model.named_parameters():
         if type(parameter).__module__.startswith("torch.distributed.") or hasattr(parameter, "ds_id"):
-            raise PlanError(f"{name} is sharded over several processes: replace layers before sharding the model")
+            raise PlanError(f"{name} is sharded over several processes: shard the model after {action}")
 
 
 def put_module(model: nn.Module, name: str, new: nn.Module) -> None:

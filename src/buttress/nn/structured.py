@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from buttress import ops
 from buttress.core.chain_sum import AnyChain
+from buttress.core.growth import Growth, growth
 from buttress.core.structures import Structure, parse
 from buttress.errors import ButtressError, ReadOnlyError, ShapeError, StructureError
 from buttress.nn.computed import computed
+from buttress.ops.enlarging import drawn
 from buttress.ops.framing import scaled_factors
 from buttress.ops.norms import mean_square
 
@@ -120,6 +122,7 @@ class Structured(nn.Module):
         ops.prepare(self.chain)
         self.zero_init = zero_init
         self.normalize = normalize
+        self._stds_of = stds
         self.stds = stds(self.chain)
         placement: dict[str, Any] = {"device": device, "dtype": dtype}
         # Pairs, because ParameterDict would sort a dict: the factors stay in order of application.
@@ -189,7 +192,40 @@ class Structured(nn.Module):
         for mine, theirs in ((self.factors, other.factors), (self.gains, other.gains)):
             for name, parameter in theirs.items():
                 mine[name] = parameter
-        self.stds, self.zero_init = other.stds, other.zero_init
+        self._stds_of, self.stds, self.zero_init = other._stds_of, other.stds, other.zero_init
+
+    def growth_to(self, structure: Structure) -> Growth:
+        """How the factors grow to those of a structure with longer bonds; nothing is changed.
+
+        Args:
+            structure: The new structure.
+
+        Returns:
+            The growth, which `grow_` takes.
+
+        Raises:
+            StructureError: If the chains differ in more than the lengths of bonds, or a bond would shrink.
+        """
+        return growth(self.chain, structure.chain(self.chain.d_in, self.chain.d_out))
+
+    @torch.no_grad()
+    def grow_(self, structure: Structure, growth: Growth) -> None:
+        """Replace the factors by larger ones with the same matrix; see `ops.enlarging.drawn`.
+
+        With `normalize`, gains compensate for the new nominal standard deviations and for the new entries.
+
+        Args:
+            structure: The new structure.
+            growth: The result of `growth_to` for it.
+        """
+        before = {name: self._normalizer(name) for name in self.gains}
+        self.structure, self.chain, self.stds = structure, growth.chain, self._stds_of(growth.chain)
+        ops.prepare(self.chain)
+        for name, factor_growth in growth.factors.items():
+            old = self.factors[name]
+            self.factors[name] = nn.Parameter(drawn(factor_growth, old, self.stds[name]), old.requires_grad)
+        for name, normalizer in before.items():
+            self.gains[name].mul_(normalizer / self._normalizer(name))
 
     def _description(self) -> str:
         normalized = ", normalized" if self.normalize else ""

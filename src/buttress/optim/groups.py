@@ -45,7 +45,8 @@ def param_groups(
         One group per distinct (rate, decay, rule), so that foreach and fused optimizers stay fast. Each has two extra
         keys that optimizers ignore, "lr_multiplier" and "rule". With the rule "muon", groups of vectors, embeddings and
         grouped convolutions have the rule "adam"; the others have two more keys, "matrices" (how their parameters are
-        read as stacks of matrices) and "layers" (the layer of each parameter, or its part of a sum).
+        read as stacks of matrices) and "layers" (the layer of each parameter, or its part of a sum). With
+        structure_aware=False each has that key, too, for `grow_`.
 
     Raises:
         RuleError: If `lr` is negative, the rule is unknown, `base` lacks a layer or size, a glob of `scale` matches
@@ -73,6 +74,8 @@ def param_groups(
     for p in rates:
         layout = p.facts.layout if p.rule == "muon" else None
         group = groups.setdefault((p.multiplier, p.weight_decay, p.rule, layout), _empty_group(lr, p))
+        if not structure_aware:
+            group["structure_aware"] = False
         group["params"].append(p.parameter)
         if p.rule == "muon":
             group["layers"].append(_product(p))

@@ -120,10 +120,10 @@ def _rate(
         reason = "its shape changes like a matrix with unknown fan-in: give its multiplier with scale"
     why = [facts.kind, reason]
     if facts.chain:
-        kappa, reason = _kappa(facts, facts.chain, rule)
+        ratio, reason = kappa(facts, facts.chain, rule)
         if options.structure_aware:
-            multiplier *= kappa
-            why.append(f"kappa = {kappa:.4g}: {reason}, 1 of {trained_factors(facts.chain)}")
+            multiplier *= ratio
+            why.append(f"kappa = {ratio:.4g}: {reason}, 1 of {trained_factors(facts.chain)}")
         else:
             why.append("naive: the dense layer's rate")
     return ParameterRate(
@@ -161,12 +161,12 @@ def _undecayed(rate: ParameterRate, reason: str | None) -> ParameterRate:
     return _noted(replace(rate, weight_decay=0.0), reason)
 
 
-def _kappa(facts: ParameterFacts, chain: AnyChain, rule: str) -> tuple[float, str]:
+def kappa(facts: ParameterFacts, chain: AnyChain, rule: str) -> tuple[float, str]:
     """A factor's rate divided by that of the dense layer or embedding that its chain replaces, and the reason."""
     factor = next(f for f in chain.factors if f.name == facts.factor)
     if facts.row_std is None:
         sizes = f"slice {factor.d_out}x{factor.d_in} of a {chain.d_out}x{chain.d_in} layer"
         return lr_multiplier(factor, chain, rule), sizes
-    kappa = lookup_multiplier(factor, chain, rule, facts.row_std)
+    ratio = lookup_multiplier(factor, chain, rule, facts.row_std)
     inputs = "numbers" if facts.row_std == 1 else f"numbers of size {facts.row_std:.3g}"
-    return kappa, "read as it is" if factor.name in copied_factors(chain) else f"adds up {facts.d_in} {inputs}"
+    return ratio, "read as it is" if factor.name in copied_factors(chain) else f"adds up {facts.d_in} {inputs}"

@@ -4,8 +4,21 @@ from buttress.inspection.coverage import Unreached
 from buttress.surgery.choosing import chosen_layers
 from buttress.surgery.densify import densify_
 from buttress.surgery.entry import PlanEntry
+from buttress.surgery.growing import GrownRow, GrowthReport, grow_
 from buttress.surgery.plan import Plan
 from buttress.surgery.replace import replace_
 from buttress.surgery.report import ReplacedRow, Report
 
-__all__ = ["Plan", "PlanEntry", "ReplacedRow", "Report", "Unreached", "chosen_layers", "densify_", "replace_"]
+__all__ = [
+    "GrownRow",
+    "GrowthReport",
+    "Plan",
+    "PlanEntry",
+    "ReplacedRow",
+    "Report",
+    "Unreached",
+    "chosen_layers",
+    "densify_",
+    "grow_",
+    "replace_",
+]

@@ -88,3 +88,18 @@ class TestSample:
     ) -> None:
         with pytest.raises(bt.ButtressError, match="sampling needs count and top"):
             sample(tmp_path, "", **wrong)
+
+
+@pytest.mark.parametrize("saved_at", [2, 4])
+def test_a_run_that_grows_is_sampled_on_either_side_of_the_growth(saved_at: int, data: Path, tmp_path: Path) -> None:
+    run = replace(RUN, grow_to="btt(rank=3)", grow_at=3, steps=6, warmup=0)
+    trainer = Trainer(run, load("text", folder=data), CPU)
+    trainer.advance(saved_at)
+    trainer.save(tmp_path / run.key)
+    assert list(sample(tmp_path / run.key, "the cat", data=data, count=3, device="cpu"))
+
+
+def test_a_finished_run_that_grew_is_sampled(data: Path, tmp_path: Path) -> None:
+    run = replace(RUN, grow_to="btt(rank=3)", grow_at=3, steps=6, warmup=0)
+    train(run, store=Store(tmp_path), device="cpu", data=data)
+    assert list(sample(tmp_path / run.key, "the cat", data=data, count=3, device="cpu"))

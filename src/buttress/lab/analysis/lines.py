@@ -38,7 +38,7 @@ class LineKey:
         """The line that a run belongs to."""
         if not run.structure:
             return cls(aware=run.aware, normalize=run.normalize)
-        return cls(run.structure, run.layers, run.aware, run.normalize)
+        return cls(run.structure_label, run.layers, run.aware, run.normalize)
 
     @property
     def label(self) -> str:

@@ -90,6 +90,10 @@ class Run:
     """Whether the linear layers of an MLP have biases."""
     structure: str = ""
     """Structure of the linear layers, in the form that `parse` reads; empty leaves the model dense."""
+    grow_to: str = ""
+    """Structure with larger ranks that the layers grow to after `grow_at` steps; empty keeps `structure` throughout."""
+    grow_at: int = 0
+    """Number of steps before the layers grow to `grow_to`; 0 if they do not."""
     layers: Layers = "all"
     """Linear layers that get the structure: all except the head (all), all including the head (every), all except the
     input layer and the head (hidden), or those of the FFNs (ffn)."""
@@ -150,9 +154,10 @@ class Run:
     def __post_init__(self) -> None:
         self._check_types()
         self._check_values()
-        if self.structure:
-            # One text per structure, so that equal structures have equal keys.
-            object.__setattr__(self, "structure", str(parse(self.structure)))
+        for name in ("structure", "grow_to"):
+            if text := getattr(self, name):
+                # One text per structure, so that equal structures have equal keys.
+                object.__setattr__(self, name, str(parse(text)))
 
     def _check_types(self) -> None:
         for f in fields(self):
@@ -200,11 +205,33 @@ class Run:
                 f"adam_scale={self.adam_scale:g} has no effect with optimizer={self.optimizer}: set optimizer=muon, or "
                 "leave it out"
             )
+        self._check_growth()
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"a batch of {self.batch} does not divide into accumulate={self.accumulate} microbatches: "
                 "choose a divisor of the batch"
             )
+
+    def _check_growth(self) -> None:
+        if bool(self.grow_to) != bool(self.grow_at):
+            raise ConfigError(
+                f"grow_to and grow_at are given together, got grow_to={self.grow_to!r} and grow_at={self.grow_at}"
+            )
+        if self.grow_to and not self.structure:
+            raise ConfigError(f"a dense model cannot grow to {self.grow_to}: set structure to the one to start from")
+        if self.grow_to and not 0 < self.grow_at < self.steps:
+            raise ConfigError(
+                f"grow_at must be between 1 and {self.steps - 1}, before the last step: got {self.grow_at}"
+            )
+
+    def structure_after(self, steps: int) -> str:
+        """The structure of the model after this number of steps; empty for a dense model."""
+        return self.grow_to if 0 < self.grow_at < steps else self.structure
+
+    @property
+    def structure_label(self) -> str:
+        """The structure as tables and legends name it, with the one that it grows to."""
+        return f"{self.structure} grown to {self.grow_to}" if self.grow_to else self.structure or "dense"
 
     @property
     def key(self) -> str:

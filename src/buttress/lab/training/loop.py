@@ -287,6 +287,7 @@ class TrainingLoop:
             self.history.measure(self.trainer, self.options.log)
         while self.trainer.step < self.run.steps:
             with stream:
+                self.trainer.grow_if_due()  # before the snapshot, which has the shapes of the window's steps
                 first, started, snapshot = self.trainer.step, time.perf_counter(), self.trainer.snapshot()
                 self.trainer.advance(next_pause(self.run, first))
             yield
@@ -358,7 +359,9 @@ class TrainingLoop:
 
 def next_pause(run: Run, step: int) -> int:
     """The step at which to pause next. It does not depend on where the run resumed, so that logs do not either."""
-    return min(run.steps, *((step // every + 1) * every for every in (WINDOW, run.evaluate, run.trace) if every))
+    growth = run.grow_at if step < run.grow_at else run.steps
+    regular = ((step // every + 1) * every for every in (WINDOW, run.evaluate, run.trace) if every)
+    return min(run.steps, growth, *regular)
 
 
 def _too_large(loss: float, trainer: Trainer) -> DivergenceError:

@@ -36,18 +36,27 @@ class LearningRates:
     """Sets the learning rates of an optimizer's parameter groups to their scheduled values.
 
     Args:
-        optimizer: The optimizer; the current rates of its groups are the peak rates.
+        optimizer: The optimizer; the current rates of its groups are the peak rates. Its list of groups is kept.
         factors: The schedule, as `schedule_factors` returns it.
         on_device: Whether rates are entries of a tensor on the device, so that a CUDA graph can replay their update.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factors: Tensor, *, on_device: bool) -> None:
         self.groups, self.factors, self.on_device = optimizer.param_groups, factors, on_device
+        self.read_peaks()
+
+    def read_peaks(self) -> None:
+        """Take the current rates of the groups for the peak rates."""
         self.peak = [float(group["lr"]) for group in self.groups]
-        self.peak_tensor = torch.tensor(self.peak, device=factors.device)
+        self.peak_tensor = torch.tensor(self.peak, device=self.factors.device)
         self.current_tensor = self.peak_tensor.clone()
-        if on_device:
+        if self.on_device:
             self.bind_rates_to_tensor()
+
+    def restore_peaks(self) -> None:
+        """Set the rates of the groups to the peak rates, for whoever changes the groups."""
+        for group, rate in zip(self.groups, self.peak, strict=True):
+            group["lr"] = rate
 
     def bind_rates_to_tensor(self) -> None:
         """Make each group's rate an entry of `current_tensor`."""

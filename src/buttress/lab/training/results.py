@@ -47,6 +47,8 @@ def build_record(
         "step_ms": step_ms,
         "examples_per_second": run.steps * batch / max(seconds, 1e-9),
     }
+    if run.grow_to:
+        results["mean_macs"] = trainer.mean_macs
     if compile_seconds is not None:
         results["compile_seconds"] = compile_seconds
     if trainer.task.epoch:
@@ -69,7 +71,7 @@ def _gpu_results(trainer: Trainer, step_ms: float) -> dict[str, float]:
     name = torch.cuda.get_device_name(trainer.device)
     peak = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
     if peak and trainer.run.precision == "bfloat16":
-        flops = 6 * trainer.macs * trainer.batches.size / max(step_ms / 1e3, 1e-9)
+        flops = 6 * trainer.mean_macs * trainer.batches.size / max(step_ms / 1e3, 1e-9)
         results["mfu"] = flops / (peak * trainer.group.size)
     return results
 

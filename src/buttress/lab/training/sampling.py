@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -72,7 +72,7 @@ def sample(
             f"{folder} was trained on other tokens ({fingerprint}) than those in {task.tokens.folder} "
             f"({task.fingerprint}), which have other meanings: give the run's own as --data"
         )
-    model = build_model(run, task, target)
+    model = build_model(replace(run, structure=source.structure, grow_to="", grow_at=0), task, target)
     assert isinstance(model, GPT)
     _load_weights(model, source, target)
     tokens = task.tokens
@@ -108,6 +108,8 @@ class Source:
     run: Run
     fingerprint: str
     """Fingerprint of the data that the run was trained on."""
+    structure: str
+    """Structure of the model when it was saved."""
     weights: str = ""
     """Checksum of the final weights."""
 
@@ -115,13 +117,15 @@ class Source:
 def _read_source(folder: Path) -> Source:
     path = folder / "record.json"
     if path.is_file() and (record := read_record(path)).status == "done":
-        return Source(folder, record.run, record.environment.get("data", ""), record.weights)
+        structure = record.run.structure_after(record.run.steps)
+        return Source(folder, record.run, record.environment.get("data", ""), structure, record.weights)
     checkpoint = checkpoints.latest(folder)
     if checkpoint is None:
         raise ButtressError(f"{folder} holds neither a record nor a checkpoint: give one run's folder, runs/KEY")
     metadata = checkpoints.read_metadata(checkpoint)
     try:
-        return Source(folder, Run.from_json(metadata["run"]), metadata["data"])
+        run = Run.from_json(metadata["run"])
+        return Source(folder, run, metadata["data"], run.structure_after(metadata["step"]))
     except (ValueError, TypeError, RecursionError) as error:
         raise checkpoints.unreadable(checkpoint, error) from error
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from buttress import cost
+from buttress import cost, grow_
 from buttress.lab.data import Task
 from buttress.lab.runs.config import AUGMENTATION_FIELDS, ConfigError, Run
 from buttress.lab.training import checkpoints
@@ -29,6 +29,9 @@ from buttress.lab.training.rates import LearningRates, schedule_factors
 from buttress.lab.training.state import Snapshot, TrainingState, check_metadata, checkpoint_metadata
 from buttress.lab.training.step import TrainingLoss, TrainingStep
 from buttress.lab.training.tables import StepTables
+
+GROWTH_SEED = 1 << 32
+"""Added to a run's seed for the entries that are new when it grows, so that they differ from the initial ones."""
 
 
 class Trainer:
@@ -66,8 +69,12 @@ class Trainer:
         self.step = 0
         """Steps trained."""
         self.model = build_model(run, self.task, device)
-        self.params = sum(p.numel() for p in self.model.parameters())
-        self.macs, self.head_macs = self._count_macs()
+        if run.grow_to:
+            grow_(self.model, run.grow_to, dry_run=True)  # what cannot grow is refused now, not after half of the steps
+        self.grown = False
+        """Whether the model has grown to the run's `grow_to`."""
+        self.params, self.macs, self.head_macs = self._count()
+        self.start_macs = self.macs
         forward: Callable[..., Any] = group.wrap(self.model, device)
         if compiled:
             forward = compile_model(self.model, forward)
@@ -80,12 +87,13 @@ class Trainer:
         self.evaluator = Evaluator(run, self.task, self.model, group, device)
         with matmul_precision(run):
             self.probe = FeatureProbe(self.model, self.task, device, group) if run.probe else None
+        self.rates = LearningRates(self.optimizer, self.schedule, on_device=self.uses_graph)
         update = TrainingStep(
             run=run,
             model=self.model,
             loss=self.loss,
             optimizer=self.optimizer,
-            rates=LearningRates(self.optimizer, self.schedule, on_device=self.uses_graph),
+            rates=self.rates,
             batches=self.batches,
             tables=self.tables,
             group=group,
@@ -95,13 +103,20 @@ class Trainer:
         self.replay = GraphReplay(update, device, self.batches.generator) if self.uses_graph else None
         self._update: Callable[[], None] = self.replay or update
 
-    def _count_macs(self) -> tuple[int, int]:
-        """Multiply-accumulates per example of the model and, for text, of its head."""
+    def _count(self) -> tuple[int, int, int]:
+        """Parameters of the model, its multiply-accumulates per example and, for text, those of its head."""
+        params = sum(p.numel() for p in self.model.parameters())
         macs = cost(self.model, self.task.example(self.device)).macs
         if not self.task.language:
-            return macs, 0
+            return params, macs, 0
         hidden = torch.zeros(self.run.context, self.run.width, device=self.device)
-        return macs, cost(self.model.get_submodule("head"), hidden).macs
+        return params, macs, cost(self.model.get_submodule("head"), hidden).macs
+
+    @property
+    def mean_macs(self) -> float:
+        """MACs per example, averaged over the run's steps: less than at the end for a run that grows."""
+        share = self.run.grow_at / self.run.steps
+        return share * self.start_macs + (1 - share) * self.macs
 
     @property
     def uses_graph(self) -> bool:
@@ -125,9 +140,27 @@ class Trainer:
     def advance(self, until: int) -> None:
         """Train until `until` steps are done."""
         while self.step < until:
+            self.grow_if_due()
             self.batches.prepare(self.step)
             self._update()
             self.step += 1
+
+    def grow_if_due(self) -> None:
+        """Grow the model if the next step is the first after `grow_at`. Until then a checkpoint has the small model."""
+        if self.run.grow_to and self.step == self.run.grow_at and not self.grown:
+            self._grow()
+
+    def _grow(self) -> None:
+        """Raise the ranks of the model, with the same result whenever the run was resumed."""
+        self.rates.restore_peaks()
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.run.seed + GROWTH_SEED)
+            grow_(self.model, self.run.grow_to, optimizer=self.optimizer)
+        self.rates.read_peaks()
+        self.params, self.macs, self.head_macs = self._count()
+        self.grown = True
+        if self.replay is not None:
+            self.replay.reset()
 
     def snapshot(self) -> Snapshot:
         """Copy the state, to `restore` it later."""
@@ -163,6 +196,8 @@ class Trainer:
         metadata = checkpoints.read_metadata(path)
         check_metadata(metadata, self.run, self.task, self.device, path)
         checkpoints.verify(path, metadata, self.group, self.device)
+        if self.run.structure_after(metadata["step"]) != self.run.structure:
+            self._grow()
         self.state.initialize_optimizer()
         generator_state = self.batches.generator.get_state()
         checkpoints.load(path, self.state.tensors() | {"generator": generator_state})
@@ -200,6 +235,8 @@ def check_run(run: Run, task: Task, group: ProcessGroup) -> None:
             f"text is read by model=gpt, without smoothing, mixup and probe, but this run has model={run.model}, "
             f"smoothing={run.smoothing:g}, mixup={run.mixup:g}, probe={run.probe}"
         )
+    if run.grow_to and (group.size > 1 or group.strategy):
+        raise ConfigError("a run that grows is trained by one process: start it without torchrun")
     for name in AUGMENTATION_FIELDS:
         if getattr(run, name) != getattr(Run, name) and not task.follows_augmentation:
             raise ConfigError(f"{name}={getattr(run, name)} is not for the task {task.name}: leave it out")
