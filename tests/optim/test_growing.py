@@ -139,6 +139,34 @@ def test_rates_and_groups_are_those_of_the_larger_model(rule: str, structure_awa
     ]
 
 
+@pytest.mark.parametrize("structure", ["btt", "sum(low_rank(rank=2), btt)"])
+def test_groups_of_muon_keep_the_layer_of_each_parameter(structure: str) -> None:
+    model = build(structure)
+    optimizer = bt.optim.Muon(bt.param_groups(model, lr=1e-2, rule="muon"), bound=1.0)
+    train(model, optimizer, 3)
+    bt.grow_(model, structure.replace("btt", "btt(rank=4)"), optimizer=optimizer)
+    expected = bt.param_groups(model, lr=1e-2, rule="muon")
+    layers = [{id(p): x for g in gs for p, x in zip(g["params"], g.get("layers") or [], strict=False)} for gs in (
+        optimizer.param_groups, expected)]  # fmt: skip
+    assert layers[0] == layers[1]
+    assert len(layers[0]) >= 4
+    assert rates(model, optimizer.param_groups) == pytest.approx(rates(model, expected))
+    train(model, optimizer, 2)
+
+
+def test_names_of_parameters_follow_them() -> None:
+    model = build("btt")
+    groups = bt.param_groups(model, lr=1e-2)
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in groups:
+        group["params"] = [(names[id(p)], p) for p in group["params"]]
+    optimizer = torch.optim.AdamW(groups)
+    bt.grow_(model, "btt(rank=4)", optimizer=optimizer)
+    new_names = {id(p): n for n, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        assert group["param_names"] == [new_names[id(p)] for p in group["params"]]
+
+
 def test_saved_state_loads_into_a_new_optimizer() -> None:
     model = build("btt")
     optimizer = torch.optim.AdamW(bt.param_groups(model, lr=1e-2))

@@ -18,6 +18,9 @@ GROWTHS = [
     (bt.TensorTrain(rank=2, cores=3), bt.TensorTrain(rank=3, cores=3)),
     (bt.LowRank(rank=2), bt.LowRank(rank=5)),
     (bt.LowRank(fraction=0.2), bt.LowRank(fraction=0.6)),
+    (bt.BLAST(blocks=2, rank=2), bt.BLAST(blocks=2, rank=4)),
+    (bt.Sum(bt.LowRank(rank=2), bt.BTT()), bt.Sum(bt.LowRank(rank=2), bt.BTT(rank=3))),
+    (bt.Sum(bt.LowRank(rank=2), bt.BTT()), bt.Sum(bt.LowRank(rank=4), bt.BTT(rank=2))),
 ]
 
 
@@ -48,6 +51,7 @@ class TestOutputs:
         self, old: bt.Structure, new: bt.Structure, normalize: bool
     ) -> None:
         model = net(old, normalize).double()
+        model.mlp[1] = nn.Tanh()  # units that are dead get no gradient
         if normalize:
             with torch.no_grad():  # above the nominal RMS, where the normalization acts
                 for p in factors(model).values():
