@@ -188,14 +188,27 @@ def test_time_of_a_layer_at_equal_macs() -> None:
 
 
 @pytest.mark.parametrize("metric", ["train_error", "test_error"])
-def test_growing_halfway_errs_more_than_its_cost_suggests(metric: str) -> None:
+def test_growing_halfway_pays_if_the_learning_rate_stays(metric: str) -> None:
     from generation import growing
 
-    assert "Here it does not pay." in (DOCS / "how-to/grow-a-rank.md").read_text()
-    for structures in growing.by_width().values():
+    page = (DOCS / "how-to/grow-a-rank.md").read_text()
+    assert "With a constant learning rate it pays" in page
+    assert "With the cosine schedule it does not" in page
+    rates = 1 + np.cos(np.pi * np.linspace(0, 1, 401))
+    assert f"only {100 * rates[200:].sum() / rates.sum():.0f} % of the learning" in page
+    groups = growing.by_schedule_and_width()
+    assert {schedule for schedule, _ in groups} == {"constant", "cosine"}
+    for (schedule, _), structures in groups.items():
         small, grown, large = structures.values()
         assert [len(seeds) for seeds in structures.values()] == [5, 5, 5]
         assert growing.mean_macs(grown[0]) == (small[0].macs + large[0].macs) / 2
-        assert np.mean(growing.above_line(small, large, grown, metric)) > 0
+        gaps = np.array(growing.above_line(small, large, grown, metric))
         errors = [np.mean([r.results["train_error"] for r in seeds]) for seeds in (small, grown, large)]
-        assert errors[0] - errors[1] < 0.1 * (errors[0] - errors[2])  # almost as much as rank 1
+        if schedule == "constant":
+            assert gaps.mean() < 0
+            if metric == "train_error":
+                assert f"{-gaps.mean():.1f}" in page.partition("With a constant learning rate it pays")[2][:90]
+                assert gaps.mean() < -5 * gaps.std(ddof=1) / len(gaps) ** 0.5
+        else:
+            assert gaps.mean() > 0
+            assert errors[0] - errors[1] < 0.1 * (errors[0] - errors[2])  # almost as much as rank 1

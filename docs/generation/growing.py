@@ -13,12 +13,14 @@ from .records import RESULTS
 Seeds = list[Record]
 
 
-def by_width() -> dict[int, dict[str, Seeds]]:
-    """Return the records of digits-growing by width and structure, each with its seeds in order."""
+def by_schedule_and_width() -> dict[tuple[str, int], dict[str, Seeds]]:
+    """Return the records of digits-growing by schedule, width and structure, each with its seeds in order."""
     records = read_records(RESULTS / "cpu" / "lab" / "digits-growing.jsonl")
-    groups: dict[int, dict[str, Seeds]] = {}
-    for r in sorted(records, key=lambda r: (r.run.width, r.run.structure_after(r.run.steps), r.macs, r.run.seed)):
-        groups.setdefault(r.run.width, {}).setdefault(r.run.structure_label, []).append(r)
+    groups: dict[tuple[str, int], dict[str, Seeds]] = {}
+    for r in sorted(
+        records, key=lambda r: (r.run.schedule, r.run.width, r.results.get("mean_macs", r.macs), r.run.seed)
+    ):
+        groups.setdefault((r.run.schedule, r.run.width), {}).setdefault(r.run.structure_label, []).append(r)
     return groups
 
 
@@ -37,14 +39,17 @@ def above_line(small: Seeds, large: Seeds, grown: Seeds, metric: str) -> list[fl
 
 def growing_table() -> str:
     cells = []
-    for width, structures in by_width().items():
+    for (schedule, width), structures in by_schedule_and_width().items():
         small, grown, large = structures.values()
         for label, seeds in structures.items():
             gap = spread(above_line(small, large, grown, "train_error"), 2) if seeds is grown else ""
             costs = f"{seeds[0].macs:,}", f"{mean_macs(seeds[0]):,.0f}"
             errors = (spread([r.results[m] for r in seeds], 2) for m in ("train_error", "test_error"))
-            cells.append((f"{width}", label, *costs, *errors, gap))
-    head = "width | structure | final MACs | average MACs | train error, % | test error, % | train error above the line"
+            cells.append((schedule, f"{width}", label, *costs, *errors, gap))
+    head = (
+        "schedule | width | structure | final MACs | average MACs | train error, % | test error, % | "
+        "train error above the line"
+    )
     return table(head, cells)
 
 
