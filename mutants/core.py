@@ -16,6 +16,7 @@ STRUCTURES = (
     "tests/core/structures/test_base.py",
     "tests/core/test_contract.py",
 )
+SUMS = ("tests/core/structures/test_sum.py", "tests/projection/test_sums.py")
 
 MUTATIONS = (
     Mutation(
@@ -147,21 +148,21 @@ MUTATIONS = (
     Mutation(
         "initial deviation from the larger side",
         "core/scaling.py",
-        "return sqrt(min(factor.d_in, factor.d_out)) / factor.d_in",
-        "return sqrt(max(factor.d_in, factor.d_out)) / factor.d_in",
+        "std = sqrt(min(factor.d_in, factor.d_out)) / factor.d_in",
+        "std = sqrt(max(factor.d_in, factor.d_out)) / factor.d_in",
         SCALING,
     ),
     Mutation(
         "a factor's own deviation is ignored",
         "core/scaling.py",
-        "    if factor.std is not None:\n        return factor.std\n",
-        "",
+        " / factor.d_in if factor.std is None else factor.std",
+        " / factor.d_in",
         SCALING,
     ),
     Mutation(
         "kappa not divided by the number of factors",
         "core/scaling.py",
-        "return factor_rate / rate(rule, chain.d_in, chain.d_out) / len(chain.factors)",
+        "return factor_rate / rate(rule, chain.d_in, chain.d_out) / trained_factors(chain)",
         "return factor_rate / rate(rule, chain.d_in, chain.d_out)",
         SCALING,
     ),
@@ -189,16 +190,65 @@ MUTATIONS = (
     Mutation(
         "the copied factor of an embedding starts with deviation 1",
         "core/scaling.py",
-        "{f.name: std if f is copied else",
-        "{f.name: 1.0 if f is copied else",
+        "{f.name: part_std if f.name in copied else",
+        "{f.name: 1.0 if f.name in copied else",
         (*LOOKUP, "tests/nn/test_embedding.py"),
     ),
     Mutation(
         "SGD's lookup rate by the rows' size once",
         "core/scaling.py",
-        'factor_rate /= std**2 if rule == "sgd" else std',
-        "factor_rate /= std",
+        'factor_rate /= part_std**2 if rule == "sgd" else part_std',
+        "factor_rate /= part_std",
         (*LOOKUP, "tests/optim/test_rates_embedding.py"),
+    ),
+    Mutation(
+        "frozen factors share the change of a layer",
+        "core/scaling.py",
+        "sum(not f.frozen for f in chain.factors) or 1",
+        "len(chain.factors)",
+        SUMS,
+    ),
+    Mutation(
+        "each part of a sum of embeddings has the whole deviation",
+        "core/scaling.py",
+        "copied, part_std = copied_factors(chain), std / sqrt(len(chain.parts))",
+        "copied, part_std = copied_factors(chain), std",
+        SUMS,
+    ),
+    Mutation(
+        "parts of a sum keep their own scale",
+        "core/chain_sum.py",
+        "share = 1 / sqrt(len(parts))",
+        "share = 1.0",
+        SUMS,
+    ),
+    Mutation(
+        "every factor of a part is scaled",
+        "core/chain_sum.py",
+        "(share if last else 1)",
+        "share",
+        SUMS,
+    ),
+    Mutation(
+        "the rank of a sum is that of its largest part",
+        "core/chain_sum.py",
+        "sum(part.max_rank for part in self.parts)",
+        "max(part.max_rank for part in self.parts)",
+        SUMS,
+    ),
+    Mutation(
+        "nested sums are not flat",
+        "core/structures/sum.py",
+        "(part.parts if isinstance(part, Sum) else (part,))",
+        "(part,)",
+        SUMS,
+    ),
+    Mutation(
+        "a second part of the same name replaces the first",
+        "core/structures/sum.py",
+        "next(p for p in prefixes if p not in chains)",
+        "next(prefixes)",
+        SUMS,
     ),
     Mutation(
         "BTT's family without its largest rank",

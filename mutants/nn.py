@@ -13,9 +13,23 @@ MUTATIONS = (
     Mutation(
         "the first factor starts at zero",
         "nn/structured.py",
-        "last = self.chain.factors[-1]",
-        "last = self.chain.factors[0]",
+        "last = {part.factors[-1].name for part in self.chain.parts}",
+        "last = {part.factors[0].name for part in self.chain.parts}",
         (*LINEAR, *EMBEDDING),
+    ),
+    Mutation(
+        "only the last part of a sum starts at zero",
+        "nn/structured.py",
+        "last = {part.factors[-1].name for part in self.chain.parts}",
+        "last = {self.chain.factors[-1].name}",
+        ("tests/projection/test_sums.py",),
+    ),
+    Mutation(
+        "frozen factors are trained",
+        "nn/structured.py",
+        "nn.Parameter(torch.empty(f.shape, **placement), not f.frozen)",
+        "nn.Parameter(torch.empty(f.shape, **placement))",
+        ("tests/core/structures/test_sum.py", "tests/projection/test_sums.py"),
     ),
     Mutation(
         "the gain repeats the normalization",

@@ -190,9 +190,23 @@ MUTATIONS = (
     Mutation(
         "rows scaled by the last scale alone",
         "ops/lookup.py",
-        "entries * reduce(mul, scales).to(entries.dtype)",
-        "entries * scales[-1].to(entries.dtype)",
+        "part_entries * reduce(mul, own_scales).to(part_entries.dtype)",
+        "part_entries * own_scales[-1].to(part_entries.dtype)",
         (*LOOKUP, "tests/nn/test_embedding.py"),
+    ),
+    Mutation(
+        "each part of a sum takes the factors of the first",
+        "ops/framing.py",
+        "        first = own.stop\n",
+        "",
+        ("tests/core/structures/test_sum.py",),
+    ),
+    Mutation(
+        "the bias of a sum is added once per part",
+        "ops/__init__.py",
+        "implementation(part, x_rows, own, None, own_scales, recompute)",
+        "implementation(part, x_rows, own, bias, own_scales, recompute)",
+        ("tests/core/test_contract.py",),
     ),
     Mutation(
         "autocast changes looked-up rows",

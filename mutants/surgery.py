@@ -108,9 +108,16 @@ MUTATIONS = (
     Mutation(
         "a frozen layer becomes trainable",
         "surgery/replacement.py",
-        "parameters.requires_grad_(linear.weight.requires_grad)",
-        "parameters.requires_grad_(True)",
+        "if not linear.weight.requires_grad and not any(f.frozen for f in layer.chain.factors):",
+        "if False:",
         REPLACEMENT,
+    ),
+    Mutation(
+        "adapters of a frozen layer are frozen",
+        "surgery/replacement.py",
+        "if not linear.weight.requires_grad and not any(f.frozen for f in layer.chain.factors):",
+        "if not linear.weight.requires_grad:",
+        ("tests/projection/test_sums.py",),
     ),
     Mutation(
         "new layers in training mode",
