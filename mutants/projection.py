@@ -5,13 +5,14 @@ from __future__ import annotations
 from mutants.mutation import Mutation
 
 TESTS = ("tests/projection/test_closed_form.py", "tests/projection/test_refinement.py")
+COUPLED = tuple(f"tests/projection/test_{name}.py" for name in ("splitting", "diagonalization", "joint_step"))
 
 MUTATIONS = (
     Mutation(
         "the roots of the singular values lost",
-        "projection/closed_form.py",
-        "unfold(left * root[:, None, :] ** 2, rest_axes)",
-        "unfold(left * root[:, None, :], rest_axes)",
+        "projection/splitting.py",
+        "rest = (left * root[:, None, :] ** 2)",
+        "rest = (left * root[:, None, :])",
         TESTS,
     ),
     Mutation(
@@ -79,16 +80,16 @@ MUTATIONS = (
     ),
     Mutation(
         "the largest useful rank refused",
-        "projection/closed_form.py",
-        "if chain.size(bond) > (full := min(blocks.shape[1:])):",
-        "if chain.size(bond) >= (full := min(blocks.shape[1:])):",
+        "projection/splitting.py",
+        "if chain.size(cut.bond) > (full := min(blocks.shape[1:])):",
+        "if chain.size(cut.bond) >= (full := min(blocks.shape[1:])):",
         TESTS,
     ),
     Mutation(
         "one term too few between regrouped blocks",
         "projection/closed_form.py",
-        "_truncated_svd(submatrices, int(term.max()) + 1)",
-        "_truncated_svd(submatrices, max(1, int(term.max())))",
+        "truncated_svd(submatrices, int(term.max()) + 1)",
+        "truncated_svd(submatrices, max(1, int(term.max())))",
         TESTS,
     ),
     Mutation(
@@ -111,5 +112,54 @@ MUTATIONS = (
         "(norm / previous_norm) * direction",
         "(previous_norm / norm) * direction",
         TESTS,
+    ),
+    Mutation(
+        "coupled bonds split as others",
+        "core/chain.py",
+        "for f in self.factors) > 2)",
+        "for f in self.factors) > 3)",
+        COUPLED,
+    ),
+    Mutation(
+        "the first candidate of a split instead of the nearest",
+        "projection/closed_form.py",
+        "if not chain.coupled_bonds:\n        return next(candidates)",
+        "if True:\n        return next(candidates)",
+        COUPLED,
+    ),
+    Mutation(
+        "eigenvectors in any order",
+        "projection/diagonalization.py",
+        "order = torch.argsort(values.real + 1e-9 * values.imag, dim=-1)",
+        "order = torch.argsort(vectors.real[..., 0, :], dim=-1)",
+        COUPLED,
+    ),
+    Mutation(
+        "whitening not undone",
+        "projection/diagonalization.py",
+        "torch.linalg.solve_ex(whitening @ right, column_space)",
+        "torch.linalg.solve_ex(right, column_space)",
+        COUPLED,
+    ),
+    Mutation(
+        "a step of all factors together that is worse is taken",
+        "projection/joint_step.py",
+        "            if distance < least:\n",
+        "            if True:\n",
+        COUPLED,
+    ),
+    Mutation(
+        "no step of all factors together",
+        "projection/refinement.py",
+        "        if chain.coupled_bonds:\n",
+        "        if False:\n",
+        COUPLED,
+    ),
+    Mutation(
+        "the damping of a joint step left out of its gradient",
+        "projection/joint_step.py",
+        "g - step_size * (c + d * p)",
+        "g - step_size * c",
+        COUPLED,
     ),
 )

@@ -8,9 +8,9 @@ import pytest
 import buttress as bt
 
 NAMES = {
-    "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "Choice", "CompressOptions",
-    "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "Healing", "InputMoments",
-    "Kronecker", "LowRank", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
+    "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "Choice",
+    "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "Healing",
+    "InputMoments", "Kronecker", "LowRank", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
     "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",
     "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear", "StructuredPointwiseConv",
     "TensorTrain", "Unreached",

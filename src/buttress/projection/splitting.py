@@ -120,9 +120,7 @@ def _aligned(chain: Chain, cut: Cut, later: tuple[Factor, ...], tensor: Tensor, 
     return permuted(first, whole.first_axes, cut.first_axes), permuted(rest, (*moved, *whole.rest_axes), cut.rest_axes)
 
 
-def _diagonalizing(
-    chain: Chain, cut: Cut, later: tuple[Factor, ...], tensor: Tensor, axes: Axes
-) -> Iterator[Halves]:
+def _diagonalizing(chain: Chain, cut: Cut, later: tuple[Factor, ...], tensor: Tensor, axes: Axes) -> Iterator[Halves]:
     """Split by the bases that diagonalize all blocks; nothing is yielded if the bond is longer than a block's sides."""
     between = {a for f in later if _is_between(f, cut) for a in f.axes}
     far = {a for f in later if not _is_between(f, cut) for a in f.axes}
