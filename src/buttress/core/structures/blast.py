@@ -36,8 +36,8 @@ class BLAST(Structure):
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
         for blocks in (b for b in (4, 16) if b <= min(d_in, d_out)):
             most = max(1, d_in * d_out // (d_in + d_out + blocks**2))  # with which it costs as much as dense
-            # Up to 16 ranks, closer together where they are small.
-            ranks = sorted({max(1, round(most * (i / 16) ** 1.5)) for i in range(1, 17)})
+            # Up to 12 ranks, closer together where they are small.
+            ranks = sorted({max(1, round(most * (i / 12) ** 1.5)) for i in range(1, 13)})
             yield from (cls(blocks=blocks, rank=rank) for rank in ranks)
 
     def chain(self, d_in: int, d_out: int) -> Chain:
