@@ -5,13 +5,15 @@ from __future__ import annotations
 from mutants.mutation import Mutation
 
 TESTS = ("tests/projection/test_closed_form.py", "tests/projection/test_refinement.py")
+COUPLED = tuple(f"tests/projection/test_{name}.py" for name in ("splitting", "diagonalization", "joint_step"))
+SUMS = ("tests/projection/test_sums.py",)
 
 MUTATIONS = (
     Mutation(
         "the roots of the singular values lost",
-        "projection/closed_form.py",
-        "unfold(left * root[:, None, :] ** 2, rest_axes)",
-        "unfold(left * root[:, None, :], rest_axes)",
+        "projection/splitting.py",
+        "rest = (left * root[:, None, :] ** 2)",
+        "rest = (left * root[:, None, :])",
         TESTS,
     ),
     Mutation(
@@ -43,17 +45,59 @@ MUTATIONS = (
         TESTS,
     ),
     Mutation(
+        "no rounds over the parts of a sum",
+        "projection/closed_form.py",
+        "return sweeps if target.root is not None or len(chain.parts) > 1 else 0",
+        "return sweeps if target.root is not None else 0",
+        SUMS,
+    ),
+    Mutation(
+        "each part is projected onto the whole matrix",
+        "projection/sums.py",
+        "            remainder = remainder - ops.dense(part, tensors[part])\n",
+        "",
+        SUMS,
+    ),
+    Mutation(
+        "frozen parts come in their own order",
+        "projection/sums.py",
+        "sorted(chain.parts, key=lambda part: not any(f.frozen for f in part.factors))",
+        "chain.parts",
+        SUMS,
+    ),
+    Mutation(
+        "a part that is left nothing cannot learn",
+        "projection/sums.py",
+        "like.new_empty(f.shape).normal_(std=init_std(f))",
+        "like.new_zeros(f.shape)",
+        SUMS,
+    ),
+    Mutation(
+        "the remainder includes the part itself",
+        "projection/sums.py",
+        "_total([m for j, m in enumerate(matrices) if j != i])",
+        "_total(matrices)",
+        SUMS,
+    ),
+    Mutation(
+        "a worse closed form replaces a part",
+        "projection/sums.py",
+        "if not distance(remainder, ops.dense(part, improved)) < distance(remainder, matrices[i]):",
+        "if False:",
+        SUMS,
+    ),
+    Mutation(
         "factors not balanced",
         "projection/closed_form.py",
-        "tensors = balanced(draft.tensors, [init_std(f) for f in draft.chain.factors])",
-        "tensors = draft.tensors",
+        "for t in balanced(own, [init_std(f) for f in part.factors])",
+        "for t in own",
         TESTS,
     ),
     Mutation(
         "no sweeps with moments",
         "projection/closed_form.py",
-        "sweeps = 0 if moments is None else SWEEPS",
-        "sweeps = 0",
+        "return sweeps if target.root is not None or len(chain.parts) > 1 else 0",
+        "return sweeps if len(chain.parts) > 1 else 0",
         TESTS,
     ),
     Mutation(
@@ -79,16 +123,16 @@ MUTATIONS = (
     ),
     Mutation(
         "the largest useful rank refused",
-        "projection/closed_form.py",
-        "if chain.size(bond) > (full := min(blocks.shape[1:])):",
-        "if chain.size(bond) >= (full := min(blocks.shape[1:])):",
+        "projection/splitting.py",
+        "if chain.size(cut.bond) > (full := min(blocks.shape[1:])):",
+        "if chain.size(cut.bond) >= (full := min(blocks.shape[1:])):",
         TESTS,
     ),
     Mutation(
         "one term too few between regrouped blocks",
         "projection/closed_form.py",
-        "_truncated_svd(submatrices, int(term.max()) + 1)",
-        "_truncated_svd(submatrices, max(1, int(term.max())))",
+        "truncated_svd(submatrices, int(term.max()) + 1)",
+        "truncated_svd(submatrices, max(1, int(term.max())))",
         TESTS,
     ),
     Mutation(
@@ -111,5 +155,54 @@ MUTATIONS = (
         "(norm / previous_norm) * direction",
         "(previous_norm / norm) * direction",
         TESTS,
+    ),
+    Mutation(
+        "coupled bonds split as others",
+        "core/chain.py",
+        "for f in self.factors) > 2)",
+        "for f in self.factors) > 3)",
+        COUPLED,
+    ),
+    Mutation(
+        "the first candidate of a split instead of the nearest",
+        "projection/closed_form.py",
+        "if not chain.coupled_bonds:\n        return next(candidates)",
+        "if True:\n        return next(candidates)",
+        COUPLED,
+    ),
+    Mutation(
+        "eigenvectors in any order",
+        "projection/diagonalization.py",
+        "order = torch.argsort(values.real + 1e-9 * values.imag, dim=-1)",
+        "order = torch.argsort(vectors.real[..., 0, :], dim=-1)",
+        COUPLED,
+    ),
+    Mutation(
+        "whitening not undone",
+        "projection/diagonalization.py",
+        "torch.linalg.solve_ex(whitening @ right, column_space)",
+        "torch.linalg.solve_ex(right, column_space)",
+        COUPLED,
+    ),
+    Mutation(
+        "a step of all factors together that is worse is taken",
+        "projection/joint_step.py",
+        "            if distance < least:\n",
+        "            if True:\n",
+        COUPLED,
+    ),
+    Mutation(
+        "no step of all factors together",
+        "projection/refinement.py",
+        "        if chain.coupled_bonds:\n",
+        "        if False:\n",
+        COUPLED,
+    ),
+    Mutation(
+        "the damping of a joint step left out of its gradient",
+        "projection/joint_step.py",
+        "g - step_size * (c + d * p)",
+        "g - step_size * c",
+        COUPLED,
     ),
 )

@@ -26,6 +26,7 @@ CASES = [
     (bt.Convolution(3), 30, 20),
     (bt.BTT(rank=2, split="greedy"), 97, 22),
     (bt.BTT(rank=2, split=((2, 12), (7, 5))), 34, 23),
+    (bt.BLAST(blocks=3, rank=4), 31, 21),
 ]
 each = pytest.mark.parametrize(("structure", "number", "width"), CASES, ids=[f"{s}-{n}x{w}" for s, n, w in CASES])
 both = pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])

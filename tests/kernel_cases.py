@@ -31,6 +31,7 @@ STRUCTURES = [
     bt.TensorTrain(rank=2, cores=3),
     bt.LowRank(rank=5),
     bt.BlockDiagonal(3),
+    bt.BLAST(blocks=3, rank=4),
 ]
 
 

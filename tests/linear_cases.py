@@ -23,6 +23,7 @@ CASES = [
     (bt.BTT(rank=2, split=((3, 7), (2, 15))), 20, 30),
     (bt.BlockDiagonal(4), 20, 30),
     (bt.Convolution(3), 20, 30),
+    (bt.BLAST(blocks=4, rank=3), 20, 30),
 ]
 each = pytest.mark.parametrize(("structure", "d_in", "d_out"), CASES, ids=[str(c[0]) for c in CASES])
 both = pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])

@@ -104,6 +104,16 @@ def block_diagonal(w: Array) -> Array:
     return out
 
 
+def blast(v: Array, s: Array, u: Array) -> Array:
+    """Block (i, j) is U_i diag(s_ij) V_j^T (Lee et al., 2024, equation 1).
+
+    V is stored as V_j^T (j, r, q), S as (r, i, j), U as U_i (i, p, r); blocks are slow on both sides.
+    """
+    return np.block(
+        [[u[i] @ np.diag(s[:, i, j]) @ v[j] for j in range(v.shape[0])] for i in range(u.shape[0])],
+    )
+
+
 def monarch(right: Array, left: Array) -> Array:
     """The authors' rule: entry j of stage one goes to block j mod b of stage two, at position j div b.
 

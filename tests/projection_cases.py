@@ -29,6 +29,8 @@ STRUCTURES = [
     "monarch(blocks=2)",
     "block_diagonal(blocks=3)",
     "convolution",
+    "blast(blocks=3, rank=2)",
+    "blast(blocks=2, rank=6)",
 ]
 
 

@@ -227,6 +227,7 @@ def evaluate(chain: bt.Chain, stored: list[torch.Tensor]) -> np.ndarray:
         "tensor_train(rank=(2, 3), cores=3)",
         "btt(cores=4)",
         "monarch(blocks=2)",
+        "blast(blocks=2, rank=3)",
     ],
 )
 def test_equation_means_what_the_chain_does(text: str) -> None:

@@ -23,6 +23,7 @@ KEYS = [
     (bt.BTT(rank=2), ["R", "L"]),
     (bt.BlockDiagonal(4), ["W"]),
     (bt.Convolution(3), ["K"]),
+    (bt.BLAST(rank=3), ["V", "S", "U"]),
 ]
 
 

@@ -7,6 +7,10 @@ For any diagonal L, the matrices Z_b = P_b L P_b^-1 and W_c = Q_c^-T L Q_c^T sol
 Z_b M_bcm = M_bcm W_c, and in general nothing else does. So a random solution of these equations has Q_c^T as its left
 eigenvectors, with the same eigenvalues for every c. It is found by projecting a random point onto the solutions, by
 conjugate gradients. No block is inverted, so small deviations of the blocks change the bases little.
+
+Multiples of the identity are always solutions and are left out. If there are no others, as for most matrices, the
+projection vanishes after a few steps, and there are no such bases. If the blocks are diagonalizable up to a small error,
+it vanishes later, and the point on the way with the smallest remainder relative to its size is taken.
 """
 
 from __future__ import annotations
@@ -14,8 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MIN_STEPS, MAX_STEPS, WORK = 300, 2000, 5e10
-"""Maximum number of conjugate gradient steps: as many as this number of multiply-accumulates allows, within bounds."""
+MAX_STEPS, WORK = 2000, 2e11
+"""Maximum number of conjugate gradient steps, and of their multiply-accumulates, which allow large blocks fewer."""
+VANISHED, NO_SOLUTION = (0.1, 1e-6), 1e-2
+"""Without a solution, the projection of a random point gets smaller than solutions are by the first number, while the
+squared remainder of its equations is above the last. Near a solution that is not exact, it gets smaller by the second
+number."""
 TOLERANCE = 1e-15
 """Relative size of the gradient at which the equations are solved."""
 
@@ -31,7 +39,7 @@ def diagonalizing_bases(blocks: Tensor, rank: int) -> Tensor | None:
         blocks: (g, b, c, m, height, width); the result is (g, c, rank, width).
 
     Returns:
-        The bases, with rows of norm 1; None if there are none, as for blocks of zeros.
+        The bases, with rows of norm 1; None if there are none.
     """
     g, b, c, m, height, width = blocks.shape
     columns = blocks.transpose(1, 2).reshape(g, c, b * m * height, width)
@@ -41,7 +49,10 @@ def diagonalizing_bases(blocks: Tensor, rank: int) -> Tensor | None:
     square = torch.einsum("gbhr,gbcmhw,gcsw->gbcmrs", row_space, blocks, column_space)
     square, _ = _whitened(square, "gbcmrs,gbcmts->gbrt", "gbrt,gbcmts->gbcmrs")
     square, whitening = _whitened(square, "gbcmsr,gbcmst->gcrt", "gctr,gbcmst->gbcmsr")
-    values, vectors = torch.linalg.eig(_random_solution(square).cpu())
+    solution = _random_solution(square)
+    if solution is None:
+        return None
+    values, vectors = torch.linalg.eig(solution.cpu())
     # The same eigenvalues belong together. A complex pair, which no matrix with the structure has, spans a plane.
     order = torch.argsort(values.real + 1e-9 * values.imag, dim=-1)
     values, vectors = values.gather(-1, order), vectors.gather(-1, order[..., None, :].expand_as(vectors))
@@ -60,11 +71,12 @@ def _whitened(square: Tensor, gram: str, apply: str) -> tuple[Tensor, Tensor]:
     return torch.einsum(apply, whitening, square), whitening
 
 
-def _random_solution(square: Tensor) -> Tensor:
-    """W of a random solution of Z_b M_bcm = M_bcm W_c."""
+def _random_solution(square: Tensor) -> Tensor | None:
+    """W of a random solution of Z_b M_bcm = M_bcm W_c without its multiple of the identity; None if that is all."""
     g, b, c, _, rank, _ = square.shape
     generator = torch.Generator().manual_seed(0)
     point = torch.randn(g, b + c, rank, rank, dtype=square.dtype, generator=generator).to(square.device)
+    point.diagonal(dim1=-2, dim2=-1).sub_(point.diagonal(dim1=-2, dim2=-1).mean((-2, -1), keepdim=True))
 
     def residual(z: Tensor) -> Tensor:
         left = torch.einsum("gbrt,gbcmts->gbcmrs", z[:, :b], square)
@@ -74,17 +86,27 @@ def _random_solution(square: Tensor) -> Tensor:
         left = torch.einsum("gbcmrs,gbcmts->gbrt", r, square)
         return torch.cat([left, -torch.einsum("gbcmrt,gbcmrs->gcts", square, r)], dim=1)
 
-    gradient = transposed(residual(point))
+    remainder = residual(point)
+    gradient = transposed(remainder)
     direction = -gradient
     norm = initial_norm = gradient.square().sum()
-    steps = WORK / (4 * square.numel() * rank)
-    for _ in range(int(min(max(steps, MIN_STEPS), MAX_STEPS))):
+    best, least = point, remainder.square().sum() / point.square().sum()
+    for _ in range(int(min(WORK / (4 * square.numel() * rank), MAX_STEPS))):
         if not norm > TOLERANCE**2 * initial_norm:
             break
         change = residual(direction)
         step_size = norm / change.square().sum().clamp_min(torch.finfo(change.dtype).tiny)
-        point = point + step_size * direction
+        point, remainder = point + step_size * direction, remainder + step_size * change
+        # Solutions have rank - 1 dimensions for each g, along each of which the random point has variance 1.
+        size = point.square().sum() / (g * max(rank - 1, 1))
+        ratio = remainder.square().sum() / point.square().sum()
+        if size < VANISHED[0] and ratio > NO_SOLUTION:
+            return None
+        if size < VANISHED[1]:
+            break
+        if ratio < least:
+            best, least = point, ratio
         gradient = gradient + step_size * transposed(change)
         norm, previous_norm = gradient.square().sum(), norm
         direction = -gradient + (norm / previous_norm) * direction
-    return point[:, b:]
+    return best[:, b:]

@@ -49,17 +49,18 @@ def joint_step(
     Returns:
         The best factors that were tried, or copies of the initial ones.
     """
-    start = tuple(f.detach().clone() for f in factors)
+    start = [f.detach().clone() for f in factors]
     with torch.enable_grad():
         leaves = [f.clone().requires_grad_() for f in start]
         outputs = ops.apply(chain, inputs, leaves, impl="bmm")
 
-    def apply(*values: Tensor) -> Tensor:
+    def apply(values: Sequence[Tensor]) -> Tensor:
         return ops.apply(chain, inputs, values, impl="bmm")
 
     def forward(direction: Sequence[Tensor]) -> Tensor:
-        _, change = torch.func.jvp(apply, start, tuple(direction))
-        return change
+        # The outputs are linear in each factor.
+        changes = [apply([*start[:i], d, *start[i + 1 :]]) for i, d in enumerate(direction)]
+        return torch.stack(changes).sum(0)
 
     def transposed(residual: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(outputs, leaves, residual, retain_graph=True)
@@ -68,7 +69,7 @@ def joint_step(
         return [solve(g) for solve, g in zip(preconditioners, gradient, strict=True)]
 
     residual = target - outputs.detach()
-    best, least = list(start), _squares(residual)
+    best, least = start, _squares(residual)
     damping = [DAMPING * scale for scale in scales]
     value = [torch.zeros_like(f) for f in start]
     gradient: Sequence[Tensor] = transposed(residual)
@@ -90,7 +91,7 @@ def joint_step(
         direction = [p + (norm / previous_norm) * d for p, d in zip(preconditioned, direction, strict=True)]
         for fraction in (1.0, 0.5) if step in TRIED else ():
             tried = [f + fraction * v for f, v in zip(start, value, strict=True)]
-            distance = _squares(target - apply(*tried))
+            distance = _squares(target - apply(tried))
             if distance < least:
                 best, least = tried, distance
     return best

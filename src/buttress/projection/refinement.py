@@ -98,7 +98,7 @@ def refine(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tens
         for i in reversed(range(len(current))):
             current[i] = best_factor(chain, current, i, target, inputs)
         if chain.coupled_bonds:
-            current = _together(chain, current, target, inputs)
+            current = stepped_together(chain, current, target, inputs)
         distance = _distance(chain, current, target, inputs)
         if not distance < least:
             return Refinement(best, converged=True)
@@ -159,7 +159,7 @@ def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor,
     return value
 
 
-def _together(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor) -> list[Tensor]:
+def stepped_together(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor) -> list[Tensor]:
     """A joint step from factors of equal size, so that one damping suits all of them."""
     start = balanced(list(factors), [init_std(f) for f in chain.factors])
     # The damping of the step is the product of both ridges.

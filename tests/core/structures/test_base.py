@@ -64,6 +64,7 @@ def test_texts() -> None:
 def test_registry() -> None:
     ours = {name: cls for name, cls in bt.structures().items() if cls.__module__.startswith("buttress.")}
     assert ours == {
+        "blast": bt.BLAST,
         "block_diagonal": bt.BlockDiagonal,
         "btt": bt.BTT,
         "convolution": bt.Convolution,
@@ -91,7 +92,7 @@ def test_a_taken_name_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bt", "'bt' is not a structure: there are block_diagonal.*; did you mean 'btt'?"),
+        ("bt", "'bt' is not a structure: there are blast, block_diagonal.*; did you mean 'btt'?"),
         ("monarck(blocks=2)", "did you mean 'monarch'?"),
         ("btt(rnk=2)", "btt has no option 'rnk'; its options are rank, cores, split; did you mean 'rank'?"),
         ("dense(rank=2)", "dense has no option 'rank'; its options are frozen"),

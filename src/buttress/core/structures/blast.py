@@ -1,7 +1,7 @@
 """BLAST: blocks with their own diagonal between bases that rows and columns of blocks share."""
 
 from collections.abc import Iterator
-from math import isqrt
+from math import isqrt, sqrt
 
 from buttress.core.chain import Chain
 from buttress.core.structures.base import Structure, positive, structure
@@ -34,13 +34,15 @@ class BLAST(Structure):
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
-        largest = min(d_in, d_out)
-        # Up to 16 ranks, closer together where they are small; above half the smaller side, dense is cheaper.
-        ranks = sorted({max(1, round(largest / 2 * (i / 16) ** 1.5)) for i in range(1, 17)})
-        yield from (cls(blocks=blocks, rank=rank) for blocks in (4, 16) if blocks <= largest for rank in ranks)
+        for blocks in (b for b in (4, 16) if b <= min(d_in, d_out)):
+            most = max(1, d_in * d_out // (d_in + d_out + blocks**2))  # with which it costs as much as dense
+            # Up to 12 ranks, closer together where they are small.
+            ranks = sorted({max(1, round(most * (i / 12) ** 1.5)) for i in range(1, 13)})
+            yield from (cls(blocks=blocks, rank=rank) for rank in ranks)
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         b = max(1, min(self.blocks, d_in, d_out))
+        d, a = -(-d_in // b), -(-d_out // b)
         rank = isqrt(max(min(d_in, d_out), 1) - 1) + 1 if self.rank is None else self.rank
         return Chain.of(
             d_in,
@@ -49,5 +51,7 @@ class BLAST(Structure):
             x="c d" if d_in % b == 0 else "d c",
             factors={"V": "c r d", "S": "b c r", "U": "b a r"},
             y="b a" if d_out % b == 0 else "a b",
-            sizes={"b": b, "c": b, "d": -(-d_in // b), "a": -(-d_out // b), "r": rank},
+            sizes={"b": b, "c": b, "d": d, "a": a, "r": rank},
+            # As in LowRank: the rule's sqrt(r) / d would vanish as the width grows.
+            std={"V": 1 / sqrt(d)},
         )

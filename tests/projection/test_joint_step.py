@@ -1,0 +1,57 @@
+"""A step of all factors together."""
+
+import pytest
+import torch
+
+import buttress as bt
+from buttress import ops
+from buttress.projection import refinement
+from projection_cases import correlated, matrix
+
+
+def factors_near(chain: bt.Chain, distance: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Factors, and others at a relative distance from them."""
+    generator = torch.Generator().manual_seed(0)
+    exact, noise = (
+        [torch.randn(f.shape, dtype=torch.float64, generator=generator) * bt.init_std(f) for f in chain.factors]
+        for _ in range(2)
+    )
+    return exact, [e + distance * n for e, n in zip(exact, noise, strict=True)]
+
+
+@pytest.mark.parametrize("structure", [bt.BLAST(blocks=4, rank=4), bt.BLAST(blocks=3, rank=3), bt.BTT(2, 3)], ids=str)
+def test_one_step_near_the_solution_does_much(structure: bt.Structure) -> None:
+    chain = structure.chain(24, 28)
+    exact, start = factors_near(chain, 1e-3)
+    inputs = correlated(24, count=40)
+    target = ops.apply(chain, inputs, exact)
+
+    def distance(factors: list[torch.Tensor]) -> float:
+        return (ops.apply(chain, inputs, factors) - target).norm().item()
+
+    assert distance(refinement.stepped_together(chain, start, target, inputs)) < 0.1 * distance(start)
+
+
+def test_no_step_is_taken_where_none_helps() -> None:
+    chain = bt.BLAST(blocks=3, rank=3).chain(24, 28)
+    exact, _ = factors_near(chain, 0.0)
+    inputs = torch.eye(24, dtype=torch.float64)
+    same = refinement.stepped_together(chain, exact, ops.apply(chain, inputs, exact), inputs)
+    torch.testing.assert_close(ops.apply(chain, inputs, same), ops.apply(chain, inputs, exact), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_the_scale_of_the_weight_does_not_matter(scale: float) -> None:
+    w = matrix(24, 36)
+    errors = [bt.project(bt.BLAST(blocks=4, rank=5), s * w, sweeps=4).relative_error for s in (1.0, scale)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-6)
+
+
+def test_each_sweep_of_a_coupled_bond_ends_with_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    original = refinement.joint_step
+    monkeypatch.setattr(refinement, "joint_step", lambda *args: steps.append(args[0]) or original(*args))
+    for structure, count in ((bt.BLAST(blocks=4, rank=5), 3), (bt.BTT(2, 3), 0), (bt.BTT(2), 0)):
+        steps.clear()
+        bt.project(structure, matrix(24, 36), sweeps=3)
+        assert len(steps) == count
