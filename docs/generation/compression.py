@@ -21,6 +21,19 @@ def minilm_table() -> str:
     return table("target | structure | kept | " + " | ".join(STAGES[stage] for stage in stages), cells)
 
 
+def minilm_sums_table() -> str:
+    measured = rows("cpu/minilm_sums.csv")
+    by_stage = {(r["rank"], r["structure"], r["weights"]): r for r in measured}
+    stages = list(dict.fromkeys(r["weights"] for r in measured))
+    cells = []
+    for rank, structure in dict.fromkeys((r["rank"], r["structure"]) for r in measured):
+        group = [by_stage[rank, structure, stage] for stage in stages]
+        scores = (f"{r['cosine']} / {r['spearman']}" for r in group)
+        cells.append((rank, structure, f"{100 * float(group[0]['kept']):.1f}%", *scores))
+    steps = stages[-1].removeprefix("healed ")
+    return table(f"BTT rank | structure | kept | projected, input-aware | healed, {steps} steps", cells)
+
+
 def gpt2_wiki_table() -> str:
     cells = [
         (
@@ -34,4 +47,4 @@ def gpt2_wiki_table() -> str:
     return table("kept MACs | healing steps | perplexity | seconds", cells)
 
 
-TABLES = {"minilm": minilm_table, "gpt2_wiki": gpt2_wiki_table}
+TABLES = {"minilm": minilm_table, "minilm_sums": minilm_sums_table, "gpt2_wiki": gpt2_wiki_table}

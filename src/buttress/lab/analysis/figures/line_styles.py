@@ -12,14 +12,14 @@ from buttress.lab.analysis.lines import BASELINE, LineKey, ordered
 from buttress.lab.runs.records import Record
 
 BASELINE_COLOR = "#111111"
-COLORS = ("#7a7a00", "#56b4e9", "#0072b2", "#882255", "#d55e00", "#009e73", "#e69f00", "#cc79a7")
+COLORS = ("#7a7a00", "#56b4e9", "#0072b2", "#882255", "#d55e00", "#009e73", "#e69f00", "#6a51a3", "#cc79a7")
 """Colors of the other families, which people with any form of color vision can tell apart: mostly those of Okabe and
 Ito, without their yellow, which is hard to see on white."""
-MARKERS = ("o", "h", "^", "s", "p", "D", "v", "X", "P")
+MARKERS: tuple[Any, ...] = ("o", "h", "^", "s", "p", "D", "v", "X", (3, 1, 0), "P")
 """Markers of the families, the baseline's first."""
 VARIANT_MARKERS: tuple[Any, ...] = ("<", ">", "d", (4, 1, 0))
 """Markers of the further variants of a family. A star is left for the best of a line."""
-SLENDER_MARKERS = ("X", "P", "d", (4, 1, 0))
+SLENDER_MARKERS = ("X", "P", "d", (3, 1, 0), (4, 1, 0))
 """Markers that look smaller than others of their size."""
 NAIVE_DASHES = (0, (4, 2))
 
