@@ -10,8 +10,6 @@ from buttress.core.structures.btt import BTT
 from buttress.core.structures.low_rank import LowRank
 from buttress.errors import StructureError, quoted
 
-MAX_PARTS = 16
-
 
 @structure
 class Sum(Structure):
@@ -20,8 +18,7 @@ class Sum(Structure):
     Factors are named after their part: "btt_R", and "btt_2_R" in a second part of that name.
 
     Args:
-        *structures: The parts, at least two, as structures or texts. Default: LowRank() and BTT().
-        parts: The same, for `dataclasses.replace`.
+        *structures: 2 to 16 parts, as structures or texts. Default: LowRank() and BTT().
 
     Example:
         >>> Sum(LowRank(rank=16), BTT()).chain(1024, 1024).params
@@ -34,8 +31,8 @@ class Sum(Structure):
     def __init__(self, *structures: Structure | str, parts: Iterable[Structure | str] = ()) -> None:
         given = [parse(part) for part in (*structures, *parts)] or [LowRank(), BTT()]
         flat = tuple(p for part in given for p in (part.parts if isinstance(part, Sum) else (part,)))
-        if not 2 <= len(flat) <= MAX_PARTS:
-            raise StructureError(f"Sum: 2 to {MAX_PARTS} parts are needed, got {quoted(', '.join(map(str, flat)))}")
+        if not 2 <= len(flat) <= 16:
+            raise StructureError(f"Sum: 2 to 16 parts are needed, got {quoted(', '.join(map(str, flat)))}")
         object.__setattr__(self, "parts", flat)
 
     def __repr__(self) -> str:
@@ -50,8 +47,9 @@ class Sum(Structure):
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
-        for rank in (1, 2, 4, 8):
-            yield from (cls(part, BTT(rank=rank)) for part in LowRank.family(d_in, d_out))
+        for part in BTT.family(d_in, d_out):
+            if part in (BTT(), BTT(rank=2), BTT(rank=4), BTT(rank=8)):
+                yield from (cls(low_rank, part) for low_rank in LowRank.family(d_in, d_out))
 
     def chain(self, d_in: int, d_out: int) -> ChainSum:
         chains: dict[str, Chain] = {}
