@@ -212,3 +212,21 @@ def test_growing_halfway_pays_if_the_learning_rate_stays(metric: str) -> None:
         else:
             assert gaps.mean() > 0
             assert errors[0] - errors[1] < 0.1 * (errors[0] - errors[2])  # almost as much as rank 1
+
+
+def test_sums_are_ahead_of_their_parts_as_the_page_says() -> None:
+    from generation.records import rows
+
+    page = (DOCS / "results/compression.md").read_text()
+    scores = {(r["rank"], r["structure"], r["weights"]): r for r in rows("cpu/minilm_sums.csv")}
+    ranks, stages = ({key[i] for key in scores} for i in (0, 2))
+    for rank in ranks:
+        for stage in stages:
+            mine, *parts = (scores[rank, kind, stage] for kind in ("sum", "low_rank", "btt"))
+            gain = float(mine["cosine"]) - max(float(p["cosine"]) for p in parts)
+            assert gain > 0
+            assert float(mine["kept"]) <= max(float(p["kept"]) for p in parts)
+            correlated = all(mine["spearman"] > p["spearman"] for p in parts)
+            assert correlated == (stage != "aware" or rank == "5")
+            if stage != "aware":
+                assert f"{gain:.2f} at {100 * float(mine['kept']):.0f} %" in page

@@ -247,6 +247,25 @@ def positive(structure: Structure, **options: int | None) -> None:
             raise StructureError(f"{type(structure).__name__}: {name} must be at most 2^40, got {quoted(value)}")
 
 
+def checked_fraction(structure: Structure, **option: Any) -> float:
+    """Check that an option is a number in (0, 1].
+
+    Args:
+        structure: The structure, named in the error.
+        **option: The value by the option's name.
+
+    Returns:
+        The value as a float: numpy's floats have a different repr.
+
+    Raises:
+        StructureError: If it is not such a number.
+    """
+    ((name, value),) = option.items()
+    if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value <= 1:
+        raise StructureError(f"{type(structure).__name__}: {name} must be in (0, 1], got {quoted(value)}")
+    return float(value)
+
+
 def block_counts(d_in: int, d_out: int) -> Iterator[int]:
     """Numbers of blocks worth comparing for a layer of this size, descending.
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import ceil, isqrt, sqrt
 
 from buttress.core.chain import Chain
-from buttress.core.structures.base import Structure, positive, structure
+from buttress.core.structures.base import Structure, checked_fraction, positive, structure
 from buttress.errors import StructureError, quoted
 
 
@@ -31,11 +31,8 @@ class LowRank(Structure):
             )
         if self.rank is not None:
             positive(self, rank=self.rank)
-        is_number = isinstance(self.fraction, float | int) and not isinstance(self.fraction, bool)
-        if self.fraction is not None and not (is_number and 0 < self.fraction <= 1):
-            raise StructureError(f"LowRank: fraction must be in (0, 1], got {quoted(self.fraction)}")
         if self.fraction is not None:
-            object.__setattr__(self, "fraction", float(self.fraction))  # numpy floats have a different repr
+            object.__setattr__(self, "fraction", checked_fraction(self, fraction=self.fraction))
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
@@ -46,13 +43,10 @@ class LowRank(Structure):
 
     def chain(self, d_in: int, d_out: int) -> Chain:
         small = min(d_in, d_out)
-        if self.rank is not None:
-            rank = self.rank
-        elif self.fraction is not None:
+        rank = isqrt(max(small, 1) - 1) + 1 if self.rank is None else self.rank
+        if self.fraction is not None:
             # Rounded up, but 0.07 * 100 = 7.000000000000001 is seven.
             rank = max(1, ceil(self.fraction * small - 1e-9))
-        else:
-            rank = isqrt(max(small, 1) - 1) + 1
         return Chain.of(
             d_in,
             d_out,
