@@ -53,7 +53,7 @@ MUTATIONS = (
     Mutation(
         "no sweeps with moments",
         "projection/closed_form.py",
-        "sweeps = 0 if moments is None else SWEEPS",
+        "sweeps = SWEEPS if moments is not None or target.chain(structure).coupled_bonds else 0",
         "sweeps = 0",
         TESTS,
     ),

@@ -6,7 +6,8 @@ axes that both have and the matrix has not are the bond between them. Each block
 the best split. The later factors are split in the same way.
 
 With two factors the result is optimal in Frobenius norm: low rank, Kronecker (Van Loan), Monarch, two-core
-Tensor-Train and BTT. With more it is the paper's greedy recursion. There is one exception: a structure that shares its
+Tensor-Train and BTT. With more it is the paper's greedy recursion, except at a bond that three factors share, which
+needs a common basis (splitting.py). There is one more exception: a structure that shares its
 factors and is padded (Kronecker and Tensor-Train of sizes that do not split) also fits the zeros of the padding, and is
 close to the optimum without reaching it. Sweeps of alternating least squares (refinement.py) improve these cases.
 
@@ -37,7 +38,7 @@ from buttress.projection.refinement import moment_root, refine
 from buttress.projection.splitting import Cut, permuted, splits, truncated_svd
 
 SWEEPS = 10
-"""Default number of sweeps of `project` with moments."""
+"""Default number of sweeps of `project` with moments, or at a coupled bond."""
 DAMPING = 1e-2
 """Default damping of the moments, as a multiple of their mean diagonal."""
 
@@ -150,7 +151,7 @@ def project(
         moments: Mean of x x^T over the layer's inputs x, from `moments()`. With them the error of the outputs is
             minimized instead of that of the weight.
         sweeps: Sweeps of alternating least squares after the closed form; they never increase the error.
-            Default: 10 with moments, none without.
+            Default: 10 with moments or if three factors share a bond (`Chain.coupled_bonds`), otherwise none.
         damping: Multiple of the mean diagonal that is added to the moments, for directions that no input had.
 
     Shape:
@@ -170,7 +171,7 @@ def project(
     """
     target = Target.of(weight, moments, damping)
     if sweeps is None:
-        sweeps = 0 if moments is None else SWEEPS
+        sweeps = SWEEPS if moments is not None or target.chain(structure).coupled_bonds else 0
     return finished(refined(draft(structure, target), target, sweeps), target)
 
 
