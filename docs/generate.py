@@ -14,14 +14,24 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from generation import cifar, cifar_comparison, compression, gpt2, growing, layer_speed, notebooks, versions
+from generation import (
+    cifar,
+    cifar_comparison,
+    compression,
+    gpt2,
+    growing,
+    layer_speed,
+    notebooks,
+    projection,
+    versions,
+)
 from generation.compatibility import record
 from generation.pages import PAGES
 
 DOCS = Path(__file__).parent
 TABLES: dict[str, Callable[[], str]] = (
     layer_speed.TABLES | cifar.TABLES | cifar_comparison.TABLES | gpt2.TABLES | compression.TABLES | growing.TABLES
-    | versions.TABLES
+    | versions.TABLES | projection.TABLES
 )  # fmt: skip
 FIGURES = layer_speed.FIGURES | cifar.FIGURES | gpt2.FIGURES
 BLOCK = re.compile(r"(<!-- ([\w-]+) -->\n)(?:(?!<!-- [\w-]+ -->).)*?(<!-- end -->)", re.DOTALL)

@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation(
         "no rounds over the parts of a sum",
         "projection/closed_form.py",
-        "return sweeps if target.root is not None or len(chain.parts) > 1 else 0",
-        "return sweeps if target.root is not None else 0",
+        "needed = target.root is not None or len(chain.parts) > 1",
+        "needed = target.root is not None",
         SUMS,
     ),
     Mutation(
@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         "no sweeps with moments",
         "projection/closed_form.py",
-        "return sweeps if target.root is not None or len(chain.parts) > 1 else 0",
-        "return sweeps if len(chain.parts) > 1 else 0",
+        "needed = target.root is not None or len(chain.parts) > 1",
+        "needed = len(chain.parts) > 1",
         TESTS,
     ),
     Mutation(

@@ -78,9 +78,17 @@ def test_an_exact_matrix_is_recovered_at_once(i: int, o: int, blocks: int, rank:
     structure = bt.BLAST(blocks=blocks, rank=rank)
     for seed in range(2):
         w = own_matrix(structure, i, o, seed).to(dtype)
-        projection = bt.project(structure, w)
+        projection = bt.project(structure, w, sweeps=0)
         assert projection.relative_error < (1e-9 if dtype == torch.float64 else 1e-4)
         torch.testing.assert_close(dense_form(structure, projection, w), w, rtol=0, atol=1e-3 * w.abs().max().item())
+
+
+@pytest.mark.parametrize(("d", "blocks", "rank"), [(64, 4, 16), (128, 4, 32), (128, 8, 16), (120, 5, 24)])
+def test_float32_at_the_largest_rank_needs_the_default_sweeps(d: int, blocks: int, rank: int) -> None:
+    """There the bases are ill-conditioned, and rounding of the matrix alone changes them."""
+    structure = bt.BLAST(blocks=blocks, rank=rank)
+    for seed in range(2):
+        assert bt.project(structure, own_matrix(structure, d, d, seed).float()).relative_error < 1e-3
 
 
 @pytest.mark.parametrize(("i", "o", "blocks", "rank"), [(48, 64, 4, 8), (49, 62, 4, 8)])
@@ -139,7 +147,7 @@ def test_other_chains_with_a_coupled_bond(d_in: int, d_out: int, parts: dict[str
     structure = AnyChain(**parts, sizes=sizes)
     assert structure.chain(d_in, d_out).coupled_bonds == ("r",)
     w = own_matrix(structure, d_in, d_out)
-    assert bt.project(structure, w).relative_error < 1e-9
+    assert bt.project(structure, w, sweeps=0).relative_error < 1e-9
 
 
 # ---------------------------------------------------------------- any matrix
@@ -184,7 +192,7 @@ def test_a_rank_longer_than_a_block_improves_with_sweeps() -> None:
 
 
 def test_a_rank_with_which_any_matrix_is_represented() -> None:
-    assert bt.project(bt.BLAST(blocks=4, rank=24), matrix(24, 36)).relative_error < 1e-11
+    assert bt.project(bt.BLAST(blocks=4, rank=24), matrix(24, 36), sweeps=0).relative_error < 1e-11
     with pytest.raises(bt.StructureError, match=r"a rank of 25 at the bond r is above 24, .* use a rank of at most 24"):
         bt.project(bt.BLAST(blocks=4, rank=25), matrix(24, 36))
 

@@ -6,7 +6,8 @@ axes that both have and the matrix has not are the bond between them. Each block
 the best split. The later factors are split in the same way.
 
 With two factors the result is optimal in Frobenius norm: low rank, Kronecker (Van Loan), Monarch, two-core
-Tensor-Train and BTT. With more it is the paper's greedy recursion. There is one exception: a structure that shares its
+Tensor-Train and BTT. With more it is the paper's greedy recursion, except at a bond that three factors share, which
+needs a common basis (splitting.py). There is one more exception: a structure that shares its
 factors and is padded (Kronecker and Tensor-Train of sizes that do not split) also fits the zeros of the padding, and is
 close to the optimum without reaching it. Sweeps of alternating least squares (refinement.py) improve these cases.
 
@@ -40,7 +41,7 @@ from buttress.projection.splitting import Cut, permuted, splits, truncated_svd
 from buttress.projection.sums import alternate, one_by_one
 
 SWEEPS = 10
-"""Default number of sweeps of `project` with moments, and of its rounds over the parts of a sum."""
+"""Default number of sweeps of `project` with moments or at a coupled bond, and of its rounds over a sum."""
 DAMPING = 1e-2
 """Default damping of the moments, as a multiple of their mean diagonal."""
 
@@ -153,7 +154,8 @@ def project(
         moments: Mean of x x^T over the layer's inputs x, from `moments()`. With them the error of the outputs is
             minimized instead of that of the weight.
         sweeps: Sweeps of alternating least squares after the closed form, or for a sum rounds over its parts; they
-            never increase the error. Default: 10 with moments or for a sum, otherwise none.
+            never increase the error. Default: 10 with moments, for a sum, or if three factors share a bond
+            (`Chain.coupled_bonds`), otherwise none.
         damping: Multiple of the mean diagonal that is added to the moments, for directions that no input had.
 
     Shape:
@@ -180,7 +182,8 @@ def project(
 
 def default_sweeps(chain: AnyChain, target: Target, sweeps: int = SWEEPS) -> int:
     """The number of sweeps where none is asked for: `sweeps`, or none where the closed form is all there is to do."""
-    return sweeps if target.root is not None or len(chain.parts) > 1 else 0
+    needed = target.root is not None or len(chain.parts) > 1
+    return sweeps if needed or any(part.coupled_bonds for part in chain.parts) else 0
 
 
 @torch.no_grad()

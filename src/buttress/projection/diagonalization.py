@@ -9,8 +9,8 @@ eigenvectors, with the same eigenvalues for every c. It is found by projecting a
 conjugate gradients. No block is inverted, so small deviations of the blocks change the bases little.
 
 Multiples of the identity are always solutions and are left out. If there are no others, as for most matrices, the
-projection vanishes after a few steps, and there are no such bases. If the blocks are diagonalizable up to a small error,
-it vanishes later, and the point on the way with the smallest remainder relative to its size is taken.
+projection vanishes after a few steps, and there are no such bases. If blocks are diagonalizable up to a small error, it
+vanishes later, and the point on the way with the smallest remainder relative to its size is taken.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from torch import Tensor
 
 MAX_STEPS, WORK = 2000, 2e11
 """Maximum number of conjugate gradient steps, and of their multiply-accumulates, which allow large blocks fewer."""
-VANISHED, NO_SOLUTION = (0.1, 1e-6), 1e-2
-"""Without a solution, the projection of a random point gets smaller than solutions are by the first number, while the
-squared remainder of its equations is above the last. Near a solution that is not exact, it gets smaller by the second
-number."""
+MIN_STEPS = 50
+"""Blocks so large that `WORK` allows fewer steps are not diagonalized."""
+NO_SOLUTION = 1e-2
+"""Least squared remainder of the equations, relative to the squared size of a point, that is far from any solution."""
+VANISHED, LOST = 1e-4, 1e-8
+"""Squared size of a projected point, relative to that of a random solution, below which there may be no solution, and
+below which rounding is all that is left."""
 TOLERANCE = 1e-15
 """Relative size of the gradient at which the equations are solved."""
 
@@ -39,9 +42,12 @@ def diagonalizing_bases(blocks: Tensor, rank: int) -> Tensor | None:
         blocks: (g, b, c, m, height, width); the result is (g, c, rank, width).
 
     Returns:
-        The bases, with rows of norm 1; None if there are none.
+        The bases, with rows of norm 1; None if there are none, or the blocks are too large.
     """
     g, b, c, m, height, width = blocks.shape
+    steps = int(min(WORK / (4 * g * b * c * m * rank**3), MAX_STEPS))
+    if steps < MIN_STEPS:
+        return None
     columns = blocks.transpose(1, 2).reshape(g, c, b * m * height, width)
     rows = blocks.permute(0, 1, 4, 2, 3, 5).reshape(g, b, height, c * m * width)
     row_space = torch.linalg.svd(rows, full_matrices=False).U[..., :rank]
@@ -49,7 +55,7 @@ def diagonalizing_bases(blocks: Tensor, rank: int) -> Tensor | None:
     square = torch.einsum("gbhr,gbcmhw,gcsw->gbcmrs", row_space, blocks, column_space)
     square, _ = _whitened(square, "gbcmrs,gbcmts->gbrt", "gbrt,gbcmts->gbcmrs")
     square, whitening = _whitened(square, "gbcmsr,gbcmst->gcrt", "gctr,gbcmst->gbcmsr")
-    solution = _random_solution(square)
+    solution = _random_solution(square, steps)
     if solution is None:
         return None
     values, vectors = torch.linalg.eig(solution.cpu())
@@ -71,7 +77,7 @@ def _whitened(square: Tensor, gram: str, apply: str) -> tuple[Tensor, Tensor]:
     return torch.einsum(apply, whitening, square), whitening
 
 
-def _random_solution(square: Tensor) -> Tensor | None:
+def _random_solution(square: Tensor, steps: int) -> Tensor | None:
     """W of a random solution of Z_b M_bcm = M_bcm W_c without its multiple of the identity; None if that is all."""
     g, b, c, _, rank, _ = square.shape
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +97,7 @@ def _random_solution(square: Tensor) -> Tensor | None:
     direction = -gradient
     norm = initial_norm = gradient.square().sum()
     best, least = point, remainder.square().sum() / point.square().sum()
-    for _ in range(int(min(WORK / (4 * square.numel() * rank), MAX_STEPS))):
+    for _ in range(steps):
         if not norm > TOLERANCE**2 * initial_norm:
             break
         change = residual(direction)
@@ -100,9 +106,9 @@ def _random_solution(square: Tensor) -> Tensor | None:
         # Solutions have rank - 1 dimensions for each g, along each of which the random point has variance 1.
         size = point.square().sum() / (g * max(rank - 1, 1))
         ratio = remainder.square().sum() / point.square().sum()
-        if size < VANISHED[0] and ratio > NO_SOLUTION:
+        if size < VANISHED and ratio > NO_SOLUTION:
             return None
-        if size < VANISHED[1]:
+        if size < LOST:
             break
         if ratio < least:
             best, least = point, ratio

@@ -95,7 +95,7 @@ def test_impossible_options(options: dict) -> None:
 def test_the_family_covers_the_costs_below_dense() -> None:
     chains = [member.chain(256, 256) for member in bt.BLAST.family(256, 256)]
     costs = sorted(chain.macs / 256**2 for chain in chains)
-    assert costs[0] < 0.02
+    assert costs[0] < 0.03
     assert 0.97 < costs[-1] <= 1
     assert len({chain.sizes["b"] for chain in chains}) == 2
     assert max(b / a for a, b in pairwise(costs)) < 3.1
