@@ -17,6 +17,7 @@ from pathlib import Path
 from generation import (
     cifar,
     cifar_comparison,
+    cifar_differences,
     compression,
     gpt2,
     growing,
@@ -31,7 +32,7 @@ from generation.pages import PAGES
 DOCS = Path(__file__).parent
 TABLES: dict[str, Callable[[], str]] = (
     layer_speed.TABLES | cifar.TABLES | cifar_comparison.TABLES | gpt2.TABLES | compression.TABLES | growing.TABLES
-    | versions.TABLES | projection.TABLES
+    | versions.TABLES | projection.TABLES | cifar_differences.TABLES
 )  # fmt: skip
 FIGURES = layer_speed.FIGURES | cifar.FIGURES | gpt2.FIGURES
 BLOCK = re.compile(r"(<!-- ([\w-]+) -->\n)(?:(?!<!-- [\w-]+ -->).)*?(<!-- end -->)", re.DOTALL)

@@ -77,14 +77,15 @@ def mlp_scaling_naive() -> Iterator[Run]:
 def mlp_differences() -> Iterator[Run]:
     """Errors of the residual MLP on CIFAR-10 with the authors' choices in place of ours, one at a time and together.
 
-    40 runs of 15 to 35 seconds on one H200: BTT at two widths with three seeds, and dense for comparison with one. The
-    choices are the split of sizes, the schedule and what mixup mixes. Bilinear resampling, which neither of us uses,
-    shows how much the interpolation of crops matters. The question is which of them explains that BTT's errors are 0.3
-    to 1.6 points above the published ones.
+    60 runs of 15 to 35 seconds on one H200: BTT at three widths with three seeds, and dense for comparison with one.
+    With --compile, a run of width 128 or 256 takes 15 to 20 minutes on one CPU core. The choices are the split of
+    sizes, the schedule and what mixup mixes. Bilinear resampling, which neither of us uses, shows how much the
+    interpolation of crops matters. The question is which of them explains that BTT's errors are 0.3 to 1.6 points
+    above the published ones.
     """
     schedule, mixing = {"schedule": "cosine_epochs"}, {"mixup_on": "pixels"}
     split = {"structure": "btt(split='greedy')"}
-    for width in (256, 1024):
+    for width in (128, 256, 1024):
         dense = replace(MLP, width=width)
         yield dense
         yield _changed(dense, schedule | mixing)
