@@ -5,7 +5,7 @@ import torch
 
 import buttress as bt
 from buttress import ops
-from buttress.projection import refinement
+from buttress.projection import joint_step, refinement
 from projection_cases import correlated, matrix
 
 
@@ -30,6 +30,31 @@ def test_one_step_near_the_solution_does_much(structure: bt.Structure) -> None:
         return (ops.apply(chain, inputs, factors) - target).norm().item()
 
     assert distance(refinement.stepped_together(chain, start, target, inputs)) < 0.1 * distance(start)
+
+
+def test_a_step_solves_the_damped_equations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the Jacobian written out column by column."""
+    monkeypatch.setattr(joint_step, "TRIED", (400,))
+    monkeypatch.setattr(joint_step, "DAMPING", 0.1)
+    chain = bt.BLAST(blocks=2, rank=2).chain(8, 6)
+    exact, start = factors_near(chain, 1e-3)
+    inputs = correlated(8, count=10)
+    target, before = (ops.apply(chain, inputs, factors) for factors in (exact, start))
+    scales = [torch.tensor(scale, dtype=torch.float64) for scale in (0.5, 1.0, 2.0)]
+    after = joint_step.joint_step(chain, start, target, inputs, [lambda g: g] * 3, scales)
+
+    columns, damping = [], []
+    for at, factor in enumerate(start):
+        for n in range(factor.numel()):
+            unit = torch.zeros(factor.numel(), dtype=torch.float64)
+            unit[n] = 1
+            columns.append(ops.apply(chain, inputs, [*start[:at], unit.view_as(factor), *start[at + 1 :]]).flatten())
+            damping.append(0.1 * scales[at])
+    jacobian = torch.stack(columns, 1)
+    equations = jacobian.T @ jacobian + torch.stack(damping).diag()
+    expected = torch.linalg.solve(equations, jacobian.T @ (target - before).flatten())
+    actual = torch.cat([(new - old).flatten() for new, old in zip(after, start, strict=True)])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-9)
 
 
 def test_no_step_is_taken_where_none_helps() -> None:
