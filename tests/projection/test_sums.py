@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_a_sum_is_nearer_than_each_of_its_parts_and_every_round_helps(with_momen
     weight, moments = gaussian(48, 64), some_moments(64) if with_moments else None
     target = Target.of(weight, moments)
     errors = [finished(refined(draft(PAIR, target), target, n), target).output_error for n in (0, 1, 2, 5, 10)]
-    assert errors == sorted(errors, reverse=True)
+    assert all(later < earlier for earlier, later in pairwise(errors))
     assert errors[-1] < 0.98 * errors[0]
     alone = [bt.project(part, weight, moments=moments).output_error for part in PAIR.parts]
     assert errors[-1] < 0.95 * min(alone)

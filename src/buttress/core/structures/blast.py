@@ -28,9 +28,11 @@ class BLAST(Structure):
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        positive(self, blocks=self.blocks)
-        if self.rank is not None:
-            positive(self, rank=self.rank)
+        positive(self, blocks=self.blocks, rank=1 if self.rank is None else self.rank)
+
+    @classmethod
+    def default_candidates(cls) -> tuple[Structure, ...]:
+        return ()  # it takes far longer to project than structures of two factors
 
     @classmethod
     def family(cls, d_in: int, d_out: int) -> Iterator[Structure]:
