@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+import buttress as bt
 from pages import DOCS, ROOT
 
 pytest.importorskip("scipy", reason="fits need buttress[lab]")
@@ -230,3 +231,17 @@ def test_sums_are_ahead_of_their_parts_as_the_page_says() -> None:
             assert correlated == (stage != "aware" or rank == "5")
             if stage != "aware":
                 assert f"{gain:.2f} at {100 * float(mine['kept']):.0f} %" in page
+
+
+def test_the_effect_of_the_greedy_split() -> None:
+    from generation.cifar_differences import by_model
+
+    page = (DOCS / "results/cifar.md").read_text()
+    for metric, words in (("test_error", "test error by"), ("train_error", "train error by")):
+        even, greedy = ([r.results[metric] for r in by_model()[256, change]] for change in ("", "split='greedy'"))
+        assert len(even) == len(greedy) == 3
+        error = (np.var(even, ddof=1) / 3 + np.var(greedy, ddof=1) / 3) ** 0.5
+        assert f"{words} {np.mean(even) - np.mean(greedy):.2f} ± {error:.2f}" in page
+    for split, multipliers in (("even", [32, 24]), ("greedy", [48, 16])):
+        chain = bt.BTT(split=split).chain(3072, 256)
+        assert [bt.lr_multiplier(f, chain) for f in chain.factors] == multipliers
