@@ -163,21 +163,27 @@ def model_folder(parser: argparse.ArgumentParser) -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def argument_parser(description: str | None, out: str) -> argparse.ArgumentParser:
+    """A parser with the options for the model, its texts and the output."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="model folder. Default: that of the installed package")
     parser.add_argument("--train", type=Path, required=True, help="text to calibrate and heal with")
     parser.add_argument("--test", type=Path, required=True, help="text to compare embeddings on")
-    parser.add_argument("--out", type=Path, default=Path("results/minilm.csv"), help="CSV file to write")
+    parser.add_argument("--out", type=Path, default=Path(out), help="CSV file to write")
     parser.add_argument("--count", type=int, default=2000, help="sentences to compare")
     parser.add_argument("--calibrate", type=int, default=2000, help="sentences to calibrate with")
+    parser.add_argument("--sweeps", type=int, default=4, help="sweeps of the projection")
+    return parser
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, "results/minilm.csv")
     parser.add_argument("--keep", type=float, nargs="*", default=list(KEEP), help="fractions of the MACs to keep")
     parser.add_argument(
         "--structures", nargs="*", default=[*KINDS, "mix"], choices=[*KINDS, "mix"], help="structures to compare"
     )
     parser.add_argument("--heal", type=int, default=0, help="steps of healing")
     parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of healing")
-    parser.add_argument("--sweeps", type=int, default=4, help="sweeps of alternating least squares")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to heal on")
     parser.add_argument("--project-on", default="cpu", help="device to project weights on")
     parser.add_argument(

@@ -11,15 +11,13 @@ embeddings is measured as in minilm.py.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 import time
-from pathlib import Path
 
 import torch
 from files import write_csv
-from minilm import agreement, batches, embeddings, model_folder, sentences, tokens
+from minilm import agreement, argument_parser, batches, embeddings, model_folder, sentences, tokens
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
@@ -58,15 +56,8 @@ def plan(model: nn.Module, kind: str, rank: int, moments: bt.InputMoments, sweep
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="model folder. Default: that of the installed package")
-    parser.add_argument("--train", type=Path, required=True, help="text to calibrate and heal with")
-    parser.add_argument("--test", type=Path, required=True, help="text to compare embeddings on")
-    parser.add_argument("--out", type=Path, default=Path("results/minilm_sums.csv"), help="CSV file to write")
-    parser.add_argument("--count", type=int, default=2000, help="sentences to compare")
-    parser.add_argument("--calibrate", type=int, default=2000, help="sentences to calibrate with")
+    parser = argument_parser(__doc__, "results/cpu/minilm_sums.csv")
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 2], help="ranks of the BTT that set the MACs")
-    parser.add_argument("--sweeps", type=int, default=4, help="sweeps of the projection")
     parser.add_argument("--heal", type=int, default=100, help="steps of healing")
     parser.add_argument("--batch", type=int, default=16, help="sentences per step of healing")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of healing")

@@ -29,21 +29,25 @@ class ChainSum:
     parts: tuple[Chain, ...]
 
     @classmethod
-    def of(cls, parts: Mapping[str, Chain]) -> ChainSum:
+    def of(cls, parts: Mapping[str, AnyChain]) -> ChainSum:
         """Name the factors of each part by its prefix, and scale the parts so that the sum keeps their variance.
 
         The outputs of n independent parts have n times the variance of one, so each part's last-applied factor starts
         with 1 / sqrt(n) of its standard deviation.
 
         Args:
-            parts: The chains by prefix.
+            parts: The chains by prefix; none of them is a sum.
 
         Returns:
             The sum. Its output has the mean of the variances that the parts would have by themselves.
 
         Raises:
-            ChainError: If there are no parts, if their sizes differ, or if two factors would have the same name.
+            ChainError: If there are no parts, if their sizes differ, if one is a sum, or if two factors would have the
+                same name.
         """
+        single = {prefix: chain for prefix, chain in parts.items() if isinstance(chain, Chain)}
+        if sums := sorted(parts.keys() - single.keys()):
+            raise ChainError(f"a part of a sum is one chain, but {', '.join(sums)} is a sum: list its parts singly")
         if len({(chain.d_in, chain.d_out) for chain in parts.values()}) != 1:
             sizes = ", ".join(f"{chain.d_in} -> {chain.d_out}" for chain in parts.values()) or "none"
             raise ChainError(f"the parts of a sum must have the same numbers of inputs and outputs, got {sizes}")
@@ -54,7 +58,7 @@ class ChainSum:
 
         chains = tuple(
             replace(chain, factors=tuple(renamed(prefix, f, last=f is chain.factors[-1]) for f in chain.factors))
-            for prefix, chain in parts.items()
+            for prefix, chain in single.items()
         )
         names = [f.name for chain in chains for f in chain.factors]
         if repeated := sorted({name for name in names if names.count(name) > 1}):

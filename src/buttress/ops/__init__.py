@@ -98,15 +98,27 @@ def apply(
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
     x_rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
-    y = None
-    for part, own, own_scales in by_part(chain, factors, scales):
-        implementation = IMPLEMENTATIONS[impl or fastest(part, x_rows)]
-        if y is None:
-            y = implementation(part, x_rows, own, bias, own_scales, recompute)
-        else:
-            y = y + implementation(part, x_rows, own, None, own_scales, recompute)
-    assert y is not None
+    if isinstance(chain, Chain):
+        y = _apply(chain, x_rows, factors, bias, scales, recompute, impl)
+    else:
+        first, *others = by_part(chain, factors, scales)
+        y = _apply(first[0], x_rows, first[1], bias, first[2], recompute, impl)
+        for part, own, own_scales in others:
+            y = y + _apply(part, x_rows, own, None, own_scales, recompute, impl)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
+
+
+def _apply(
+    chain: Chain,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    bias: Tensor | None,
+    scales: Sequence[Tensor] | None,
+    recompute: bool,
+    impl: Impl | None,
+) -> Tensor:
+    """Multiply the rows of x by the matrix of one chain."""
+    return IMPLEMENTATIONS[impl or fastest(chain, x)](chain, x, factors, bias, scales, recompute)
 
 
 def fastest(chain: Chain, x: Tensor) -> Impl:

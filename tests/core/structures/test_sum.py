@@ -142,6 +142,8 @@ def test_chains_of_different_sizes_cannot_be_added() -> None:
         bt.ChainSum.of({"a": bt.Dense().chain(4, 4), "b": bt.Dense().chain(4, 6)})
     with pytest.raises(bt.ChainError, match="got none"):
         bt.ChainSum.of({})
+    with pytest.raises(bt.ChainError, match="but b is a sum: list its parts singly"):
+        bt.ChainSum.of({"a": bt.Dense().chain(4, 4), "b": bt.Sum().chain(4, 4)})
     with pytest.raises(bt.ChainError, match="would be called a_b_W: choose other prefixes"):
         bt.ChainSum.of({"a": replace(bt.Dense().chain(4, 4), factors=_named("b_W")), "a_b": bt.Dense().chain(4, 4)})
 

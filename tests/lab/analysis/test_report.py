@@ -57,6 +57,18 @@ class Page(HTMLParser):
 
 
 class TestReport:
+    def test_runs_that_grow_are_lines_of_their_own_next_to_the_others(self, tmp_path: Path) -> None:
+        grown = [
+            replace(r, run=replace(r.run, grow_to="btt(rank=4)", grow_at=at))
+            for r in study()
+            for at in (100, 200)
+            if r.run.structure == "btt"
+        ]
+        text = report([*study(), *grown], tmp_path / "report.html").read_text()
+        assert text.count("<h2>") == report(study(), tmp_path / "other.html").read_text().count("<h2>")
+        assert text.count("btt grown to btt(rank=4) at step 100") >= 4
+        assert "btt grown to btt(rank=4) at step 200" in text
+
     def test_the_page_is_whole_and_needs_nothing_else(self, tmp_path: Path) -> None:
         failed = Record(Run(width=7), "failed", error="it <broke>")
         path = report([*study(), failed], tmp_path / "page.html", "A & B")

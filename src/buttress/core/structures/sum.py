@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from buttress.core.chain import Chain
-from buttress.core.chain_sum import ChainSum
+from buttress.core.chain_sum import AnyChain, ChainSum
 from buttress.core.structures.base import Structure, parse, structure
 from buttress.core.structures.btt import BTT
 from buttress.core.structures.low_rank import LowRank
@@ -52,8 +51,8 @@ class Sum(Structure):
                 yield from (cls(low_rank, part) for low_rank in LowRank.family(d_in, d_out))
 
     def chain(self, d_in: int, d_out: int) -> ChainSum:
-        chains: dict[str, Chain] = {}
+        chains: dict[str, AnyChain] = {}
         for part in self.parts:
             prefixes = (f"{part.name}_{n}" if n > 1 else part.name for n in count(1))
-            (chains[next(p for p in prefixes if p not in chains)],) = part.chain(d_in, d_out).parts
+            chains[next(p for p in prefixes if p not in chains)] = part.chain(d_in, d_out)
         return ChainSum.of(chains)

@@ -12,7 +12,19 @@ from buttress.lab.recipes import find
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record
 
-VARIED = ("structure", "width", "heads", "layers", "aware", "lr", "seed", "normalize", "accumulate")
+VARIED = (
+    "structure",
+    "width",
+    "heads",
+    "layers",
+    "aware",
+    "lr",
+    "seed",
+    "normalize",
+    "accumulate",
+    "grow_to",
+    "grow_at",
+)
 """Fields that may differ within one experiment; all others are its setting."""
 FORMS = {"precision": "{}", "steps": "{:,} steps", "batch": "batches of {:,}"}
 """How values of a setting are written in headings, where not as the name and the value."""

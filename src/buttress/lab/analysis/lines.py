@@ -32,20 +32,27 @@ class LineKey:
     aware: bool = True
     """Whether learning rates are structure-aware; otherwise they are "naive"."""
     normalize: bool = False
+    growth: str = ""
+    """The run's `growth`."""
 
     @classmethod
     def of(cls, run: Run) -> LineKey:
         """The line that a run belongs to."""
         if not run.structure:
             return cls(aware=run.aware, normalize=run.normalize)
-        return cls(run.structure_label, run.layers, run.aware, run.normalize)
+        return cls(run.structure, run.layers, run.aware, run.normalize, run.growth)
 
     @property
     def label(self) -> str:
         """The line's name in legends and tables."""
         layers = "" if self.layers == "all" else f", {self.layers}"
         rates = "" if self.aware else ", naive rates"
-        return self.structure + layers + rates + (", normalized" if self.normalize else "")
+        return self.structure + self.growth + layers + rates + (", normalized" if self.normalize else "")
+
+    @property
+    def is_in_paper(self) -> bool:
+        """Whether published curves of its structure are of such models: with structure-aware rates, and not grown."""
+        return self.aware and not self.growth
 
     @property
     def rates(self) -> str:

@@ -229,9 +229,14 @@ class Run:
         return self.grow_to if 0 < self.grow_at < steps else self.structure
 
     @property
+    def growth(self) -> str:
+        """How the structure grows, to follow its name: " grown to btt(rank=4) at step 500", or empty."""
+        return f" grown to {self.grow_to} at step {self.grow_at}" if self.grow_to else ""
+
+    @property
     def structure_label(self) -> str:
         """The structure as tables and legends name it, with the one that it grows to."""
-        return f"{self.structure} grown to {self.grow_to}" if self.grow_to else self.structure or "dense"
+        return (self.structure or "dense") + self.growth
 
     @property
     def key(self) -> str:

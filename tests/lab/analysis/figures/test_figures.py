@@ -31,6 +31,8 @@ def legend(figure: figures.style.Figure) -> list[str]:
 def test_published_points_are_those_of_the_structure() -> None:
     lines = [record("btt(rank=2, cores=3)", width, 30.0) for width in (64, 128)]
     lines += [record("btt(rank=2, cores=3)", width, 40.0, aware=False) for width in (64, 128)]
+    grown = {"grow_to": "btt(rank=4, cores=3)", "grow_at": 1}
+    lines += [record("btt(rank=2, cores=3)", width, 35.0, **grown) for width in (64, 128)]
     published = {"btt(rank=2, cores=3)": [(1e4, 50.0), (1e5, 40.0)], "btt(rank=2": [(1.0, 1.0)]}
     panel = figures.scaling(lines, published=published).axes[0]
     hollow = [list(line.get_xdata()) for line in panel.get_lines() if line.get_markerfacecolor() == "none"]

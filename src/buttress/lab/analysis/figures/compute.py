@@ -53,7 +53,7 @@ def scaling(
     for key, line in lines.items():
         measured = [p for p in line if against == "macs" or p.seconds is not None]
         _draw_law(panel, key, measured, against, styles[key])
-        if published and key.structure in published and key.aware and against == "macs":
+        if published and key.structure in published and key.is_in_paper and against == "macs":
             panel.plot(*zip(*published[key.structure], strict=True), **styles[key].hollow)
     panel.set(xlabel=AXIS_LABELS[against], ylabel=AXIS_LABELS[metric])
     set_log_axes(panel, "xy")
@@ -108,7 +108,7 @@ def exponents(
     for row, (key, law) in enumerate(laws.items()):
         below, above = max(law.exponent - law.low, 0), max(law.high - law.exponent, 0)
         panel.errorbar(law.exponent, row, xerr=[[below], [above]], capsize=3, **styles[key].points)
-        if published and key.structure in published and key.aware:
+        if published and key.structure in published and key.is_in_paper:
             value, error = published[key.structure]
             panel.errorbar(value, row + 0.27, xerr=error, elinewidth=0.8, capsize=2, **styles[key].hollow)
     panel.set_yticks(range(len(laws)), [key.label for key in laws])
