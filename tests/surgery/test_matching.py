@@ -43,10 +43,10 @@ def test_the_nearest_width_by_brute_force(unit: str) -> None:
 
     for dense in (100, 160, 256):
         target = getattr(bt.cost(mlp(dense), X), unit)
-        found = bt.match(mlp, bt.BTT(rank=2), widths=widths, example=X, **{unit: target})
-        assert found.cost == brute_force(widths, cost_at, target) == cost_at(found.size)
-        assert found.relative_gap == found.cost / target - 1
-        assert len(found.tried) <= 14  # of 32
+        matched = bt.match(mlp, bt.BTT(rank=2), widths=widths, example=X, **{unit: target})
+        assert matched.cost == brute_force(widths, cost_at, target) == cost_at(matched.size)
+        assert matched.relative_gap == matched.cost / target - 1
+        assert len(matched.tried) <= 14  # of 32
 
 
 @settings(deadline=None, max_examples=50)
@@ -60,24 +60,24 @@ def test_the_nearest_of_any_increasing_costs(count: int, step: int, data: st.Dat
 
     widths = range(step, step * count + 1, step)
     target = data.draw(st.integers(widths[0], widths[-1]))
-    found = bt.match(build, None, params=target, widths=widths)
-    assert found.cost == brute_force(widths, float, target)
+    matched = bt.match(build, None, params=target, widths=widths)
+    assert matched.cost == brute_force(widths, float, target)
     assert len(calls) == len(set(calls)) <= 2 + count.bit_length() + 2 * 3 + 1
 
 
 def test_uneven_costs_do_not_hide_the_nearest() -> None:
     costs = {1: 10, 2: 20, 3: 41, 4: 38, 5: 35, 6: 45, 7: 60}  # 3 and 4 are out of order
-    found = bt.match(lambda n: nn.Linear(costs[n], 1, bias=False), None, params=40.5, widths=costs)
-    assert found.size == 3
+    matched = bt.match(lambda n: nn.Linear(costs[n], 1, bias=False), None, params=40.5, widths=costs)
+    assert matched.size == 3
 
 
 def test_rank_at_a_given_width() -> None:
-    found = bt.match(
+    matched = bt.match(
         lambda: mlp(256), lambda rank: {"2": bt.BTT(rank=rank)}, params=mlp(200), ranks=range(1, 17), example=X
     )
     counts = {rank: 64 * 256 + 256 + 2 * rank * 16**3 + 256 + 2570 for rank in range(1, 17)}
-    assert found.knob == "rank"
-    assert found.cost == brute_force(range(1, 17), counts.__getitem__, sum(p.numel() for p in mlp(200).parameters()))
+    assert matched.knob == "rank"
+    assert matched.cost == brute_force(range(1, 17), counts.__getitem__, sum(p.numel() for p in mlp(200).parameters()))
 
 
 def test_counts_build_on_the_meta_device() -> None:
@@ -94,14 +94,14 @@ def test_counts_build_on_the_meta_device() -> None:
 
 
 def test_inputs_that_depend_on_the_width() -> None:
-    found = bt.match(
+    matched = bt.match(
         lambda width: nn.Linear(width, width),
         None,
         macs=40_000,
         widths=range(50, 401, 50),
         example=lambda n: (X[0, :1].expand(n),),
     )
-    assert found.size == 200
+    assert matched.size == 200
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch, spread: float) -> list[int]:
@@ -130,27 +130,27 @@ class Watched(nn.Linear):
 @pytest.mark.parametrize("training", [True, False])
 def test_times_are_measured_where_bisection_needs_them(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
     timed = fake_clock(monkeypatch, spread=0.01)
-    found = bt.match(
+    matched = bt.match(
         lambda n: Watched(64, n), None, ms=5.25, widths=range(16, 1025, 16), example=X, device="cpu", training=training
     )
-    assert (found.size, found.cost, found.undecided) == (528, 5.28, False)
+    assert (matched.size, matched.cost, matched.undecided) == (528, 5.28, False)
     assert len(timed) == len(set(timed)) <= 8  # of 64: the ends, and six by halving
 
 
 def test_times_of_a_model_and_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_clock(monkeypatch, spread=0.3)
-    found = bt.match(
+    matched = bt.match(
         lambda n: Watched(64, n), None, ms=Watched(64, 200), widths=range(16, 513, 16), example=X, device="cpu"
     )
-    assert (found.target, found.size) == (2.0, 192)
-    assert found.undecided
-    assert "Undecided" in str(found)
+    assert (matched.target, matched.size) == (2.0, 192)
+    assert matched.undecided
+    assert "Undecided" in str(matched)
 
 
 def test_real_times() -> None:
-    found = bt.match(mlp, "btt", ms=mlp(512), widths=[32, 4096], example=torch.zeros(64, 64), device="cpu")
-    assert [c.size for c in found.tried] == [32, 4096]
-    assert all(c.cost > 0 for c in found.tried)
+    matched = bt.match(mlp, "btt", ms=mlp(512), widths=[32, 4096], example=torch.zeros(64, 64), device="cpu")
+    assert [c.size for c in matched.tried] == [32, 4096]
+    assert all(c.cost > 0 for c in matched.tried)
 
 
 def test_text() -> None:

@@ -58,8 +58,8 @@ class Match:
         tried: Every size that was tried, ascending.
 
     Example:
-        >>> found = match(build, BTT(rank=4), macs=133e6, widths=range(64, 4097, 64), example=x)
-        >>> found.size, found.relative_gap
+        >>> matched = match(build, BTT(rank=4), macs=133e6, widths=range(64, 4097, 64), example=x)
+        >>> matched.size, matched.relative_gap
     """
 
     knob: str
@@ -142,9 +142,9 @@ def match(
 
     Example:
         >>> dense, x = MLP(width=512), torch.zeros(1, 784)
-        >>> found = match(lambda width: MLP(width), BTT(rank=2), macs=dense, widths=range(64, 4097, 64), example=x)
-        >>> found = match(lambda: MLP(512), lambda rank: BTT(rank=rank), params=2e5, ranks=range(1, 17))
-        >>> print(found)
+        >>> matched = match(lambda width: MLP(width), BTT(rank=2), macs=dense, widths=range(64, 4097, 64), example=x)
+        >>> matched = match(lambda: MLP(512), lambda rank: BTT(rank=rank), params=2e5, ranks=range(1, 17))
+        >>> print(matched)
     """
     unit, target = _only({"macs": macs, "params": params, "activation_bytes": activation_bytes, "ms": ms}, "target")
     range_name, sizes = _only({"widths": widths, "ranks": ranks}, "range")
@@ -166,9 +166,9 @@ def match(
     goal = _checked_target(unit, target, meter, example)
     tried = _search(sizes, candidate, goal, patience=0 if unit == "ms" else PATIENCE)
     best = min(tried, key=lambda c: abs(c.cost - goal))
-    found = Match(knob, best.size, unit, goal, best.cost, tried)
-    _check_within(found)
-    return found
+    matched = Match(knob, best.size, unit, goal, best.cost, tried)
+    _check_within(matched)
+    return matched
 
 
 @dataclass(frozen=True)
@@ -273,17 +273,17 @@ def _inputs(example: Any, size: int) -> tuple[Any, ...]:
     return inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
 
 
-def _check_within(found: Match) -> None:
+def _check_within(matched: Match) -> None:
     """Raise if every size costs more, or every size less, than the target."""
-    costs = [c.cost for c in found.tried]
-    if min(costs) <= found.target <= max(costs):
+    costs = [c.cost for c in matched.tried]
+    if min(costs) <= matched.target <= max(costs):
         return
-    above = min(costs) > found.target
+    above = min(costs) > matched.target
     which, than, remedy = ("smallest", "more", "smaller") if above else ("largest", "less", "larger")
-    unit = found.unit.replace("_", " ").replace("macs", "MACs")
+    unit = matched.unit.replace("_", " ").replace("macs", "MACs")
     raise ButtressError(
-        f"every {found.knob} costs {than} than {_number(found.target)} {unit}: the {which}, {found.size}, costs "
-        f"{_number(found.cost)}; give {remedy} {found.knob}s or another target"
+        f"every {matched.knob} costs {than} than {_number(matched.target)} {unit}: the {which}, {matched.size}, costs "
+        f"{_number(matched.cost)}; give {remedy} {matched.knob}s or another target"
     )
 
 
