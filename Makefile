@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports pytest test-slow test-gpu test-versions test-lowest test-newest docs compatibility notebooks site bench bench-gpu sanitize fuzz mutants clean
+.PHONY: demo test lint types imports pytest test-slow test-gpu test-versions test-lowest test-newest docs compatibility notebooks site bench bench-gpu sanitize fuzz mutants dist clean
 
 demo: $(READY)
 	$(BIN)/buttress demo
@@ -85,6 +85,19 @@ bench-gpu: $(READY)
 sanitize: $(READY)
 	compute-sanitizer --error-exitcode 1 $(BIN)/pytest -n 0 tests/ops/fused/test_kernels.py -k "any_number_of_tokens or piece_by_piece"
 
+# Builds the wheel and the sdist, checks their metadata, and runs the demo from the wheel in an empty environment,
+# outside the checkout.
+dist: $(READY)
+	rm -rf dist .venv-dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet -c constraints.txt torch numpy
+	.venv-dist/bin/python -m pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[lab]"
+	folder=$$(mktemp -d) && cd $$folder && $(CURDIR)/.venv-dist/bin/buttress --version \
+		&& $(CURDIR)/.venv-dist/bin/buttress demo && rm -r $$folder
+	rm -rf .venv-dist
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "buttress needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
@@ -94,4 +107,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-dist .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build
