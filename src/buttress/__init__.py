@@ -9,7 +9,8 @@ optimizer = torch.optim.AdamW(bt.param_groups(model, lr=3e-3))
 from importlib import import_module
 
 from buttress.compression.allocation import Budget, Curves, budget, curves
-from buttress.compression.distillation import Healing, heal
+from buttress.compression.distances import language_loss
+from buttress.compression.distillation import Healing, HealingLosses, heal
 from buttress.compression.input_moments import InputMoments, moments
 from buttress.compression.judgement import DenseLayer
 from buttress.compression.layer_options import Choice
@@ -87,6 +88,7 @@ __all__ = [
     "Factor",
     "GrowthReport",
     "Healing",
+    "HealingLosses",
     "InputMoments",
     "Kronecker",
     "LowRank",
@@ -126,6 +128,7 @@ __all__ = [
     "grow_",
     "heal",
     "init_std",
+    "language_loss",
     "lr_multiplier",
     "match",
     "moments",

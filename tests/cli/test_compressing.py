@@ -165,7 +165,8 @@ def test_the_report_holds_all_options_and_versions(model: Path, text: Path, tmp_
     assert (report["format"], report["version"], report["source"]) == ("buttress-report", 1, "model")
     assert report["options"] == {
         "keep": 0.8, "candidates": ["low_rank(rank=2)"], "cost": "macs", "plan": None, "text": "lines.txt",
-        "images": None, "layers": None, "heal": 0, "lr": 3e-4, "sweeps": 4, "batch": 8, "length": 12,
+        "images": None, "layers": None, "heal": 0, "lr": 3e-4, "heal_dtype": "float32",
+        "sweeps": 4, "batch": 8, "length": 12,
         "calibration_batches": 64, "device": "cpu",
     }  # fmt: skip
     assert report["versions"]["buttress"] == bt.__version__

@@ -38,6 +38,17 @@ def test_a_tenth_is_held_out_and_never_learnt_from() -> None:
     assert [len(b) for b in data.calibration_batches(3)] == [8, 8, 8]
 
 
+def test_healing_sees_every_example_once_per_epoch_and_none_of_the_validation() -> None:
+    data = Numbers(range(100), Path("numbers"), batch=8)
+    epochs = [[n for step in range(10 * e, 10 * (e + 1)) for n in data.healing_batch(step)] for e in range(3)]
+    assert all(len(set(epoch)) == 80 for epoch in epochs), "81 of 90 examples are not for validation"
+    assert epochs[0] != epochs[1]
+    validation = {n for batch in data.validation(8) for n in batch}
+    assert len(validation) == 9
+    assert not validation & {n for epoch in epochs for n in epoch}
+    assert not validation & {n for batch in data.held_out() for n in batch}
+
+
 def test_batches_depend_on_nothing_but_the_step() -> None:
     one, two = (Numbers(range(100), Path("numbers"), batch=8) for _ in range(2))
     assert one.healing_batch(7) == two.healing_batch(7) != one.healing_batch(8)

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import buttress as bt
-from buttress.compression.distillation import (
+from buttress.compression.distances import (
     distance,
     distance_for,
     gives_logits,
+    next_token_loss,
     output_tensor,
     relative_square_error,
 )
@@ -103,6 +104,105 @@ def test_half_precision_is_healed_too(dtype: torch.dtype) -> None:
     losses = bt.heal(student, teacher, batch, 100, lr=1e-3, run=run)
     assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
     assert {p.dtype for p in student.parameters()} == {dtype}
+
+
+def held_out() -> list[Tensor]:
+    return [batch(10**6 + i) for i in range(3)]
+
+
+def relative_error(student: nn.Module, teacher: nn.Module) -> float:
+    """The mean over the held-out batches of the loss that healing minimizes."""
+    with torch.no_grad():
+        errors = [(student(x) - teacher(x)).square().mean() / teacher(x).square().mean() for x in held_out()]
+    return torch.stack(errors).mean().item()
+
+
+def misleading(step: int) -> Tensor:
+    """Batches that teach something else after some steps."""
+    return batch(step) if step < 60 else 30 + 10 * batch(step)
+
+
+def test_the_best_weights_on_held_out_batches_are_kept() -> None:
+    student, teacher = compressed()
+    before = relative_error(student, teacher)
+    seen: dict[int, float | None] = {}
+    losses = bt.heal(
+        student, teacher, misleading, 120, lr=3e-3, held_out=held_out(), check_every=20,
+        watch=lambda h: seen.update({h.step: h.held_out_loss}),
+    )  # fmt: skip
+    assert list(losses.held_out) == [0, 20, 40, 60, 80, 100, 120]
+    assert losses.held_out[0] == pytest.approx(before)
+    assert {step for step, loss in seen.items() if loss is not None} == set(losses.held_out) - {0}
+    assert losses.best_step == min(losses.held_out, key=lambda step: losses.held_out[step])
+    assert 0 < losses.best_step < 120, "the last batches make it worse"
+    assert relative_error(student, teacher) == pytest.approx(losses.held_out[losses.best_step])
+
+
+def test_a_healing_that_only_does_harm_leaves_the_model_as_it_was() -> None:
+    student, teacher = compressed()
+    start = copy.deepcopy(student.state_dict())
+    losses = bt.heal(student, teacher, batch, 3, lr=3.0, held_out=held_out())
+    assert losses.best_step == 0 < losses.held_out[3]
+    assert all(torch.equal(t, start[name]) for name, t in student.state_dict().items())
+
+
+def test_the_best_weights_survive_an_interruption(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lr": 3e-3, "held_out": held_out(), "check_every": 20}
+    whole, teacher = compressed()
+    wanted = bt.heal(whole, teacher, misleading, 120, **options)
+
+    def stops(step: int) -> Tensor:
+        if step == 110:
+            raise KeyboardInterrupt
+        return misleading(step)
+
+    file = tmp_path / "heal.pt"
+    with pytest.raises(KeyboardInterrupt):
+        bt.heal(compressed()[0], teacher, stops, 120, checkpoint=file, every=10, **options)
+    again, _ = compressed()
+    losses = bt.heal(again, teacher, misleading, 120, checkpoint=file, **options)
+    assert losses == wanted
+    assert losses.held_out == wanted.held_out
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    for other in ({"held_out": ()}, {"check_every": 30}):
+        with pytest.raises(bt.ButtressError, match="belongs to other models"):
+            bt.heal(compressed()[0], teacher, misleading, 120, checkpoint=file, **{**options, **other})
+
+
+def test_outputs_in_bfloat16_heal_float32_weights() -> None:
+    student, teacher = compressed()
+    dtypes: set[torch.dtype] = set()
+
+    def run(model: nn.Module, x: Tensor) -> Any:
+        y = model(x)
+        dtypes.add(y.dtype)
+        return y
+
+    before = relative_error(student, teacher)
+    bt.heal(student, teacher, batch, 100, lr=3e-3, run=run, dtype=torch.bfloat16)
+    assert dtypes == {torch.bfloat16}, "both models"
+    assert {p.dtype for p in student.parameters()} == {torch.float32}
+    assert relative_error(student, teacher) < 0.5 * before
+    for wrong in ({"dtype": torch.float16}, {"check_every": 0}):
+        with pytest.raises(bt.PlanError, match=r"^(dtype is torch.bfloat16 or None|check_every is a number of steps)"):
+            bt.heal(student, teacher, batch, 1, **wrong)
+
+
+def test_a_language_loss_mixes_the_distance_with_the_next_token_loss() -> None:
+    ids, mask = torch.tensor([[1, 4, 2, 0], [3, 3, 0, 0]]), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    own, other = torch.randn(2, 2, 4, 5).unbind()
+    logits: Any = [SimpleNamespace(logits=t) for t in (own, other)]
+    plain, masked = {"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}
+    chances = F.log_softmax(own, -1)
+    every = [-chances[i, t, ids[i, t + 1]] for i in range(2) for t in range(3)]
+    assert next_token_loss(logits[0], plain).item() == pytest.approx(torch.stack(every).mean().item())
+    kept = [every[0], every[1], every[3]]
+    assert next_token_loss(logits[0], masked).item() == pytest.approx(torch.stack(kept).mean().item())
+    parts = distance(*logits, masked).item(), next_token_loss(logits[0], masked).item()
+    mixed = bt.language_loss(0.25)(*logits, masked).item()
+    assert mixed == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
+    with pytest.raises(bt.PlanError, match="from 0 to 1"):
+        bt.language_loss(1.5)
 
 
 def test_nothing_is_dropped() -> None:

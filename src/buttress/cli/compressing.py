@@ -72,6 +72,9 @@ def compress(
     length: Annotated[int, typer.Option(min=1, help="Tokens per text; longer texts are cut.")] = 128,
     heal: Annotated[int, typer.Option(min=0, help="Steps of healing: distillation from the original model.")] = 0,
     lr: Annotated[float, typer.Option(help="Learning rate of healing.")] = 3e-4,
+    heal_dtype: Annotated[
+        str, typer.Option(help="Healing computes outputs in float32 or bfloat16; weights stay in float32.")
+    ] = "float32",
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -88,7 +91,7 @@ def compress(
     options = bt.CompressOptions.from_keywords(
         {
             "candidates": structure, "layers": layers, "cost": measure, "plan": _read_plan(plan), "text": text,
-            "images": images, "batch": batch, "length": length, "heal": heal, "lr": lr,
+            "images": images, "batch": batch, "length": length, "heal": heal, "lr": lr, "heal_dtype": heal_dtype,
             "device": resolve_device(device), **choosing,
         }
     )  # fmt: skip

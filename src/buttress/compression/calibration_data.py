@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from buttress.compression.calibration_files import CalibrationFiles
-from buttress.compression.distillation import output_tensor
+from buttress.compression.distances import output_tensor
 from buttress.compression.running import call
 from buttress.errors import ButtressError, PlanError, first_line
 
@@ -58,13 +58,31 @@ class CalibrationData(ABC):
             yield self.collate(self.train[start : start + self.batch])
 
     def healing_batch(self, step: int) -> Any:
-        """The batch of a healing step."""
-        return self.collate(random.Random(step).sample(self.train, min(self.batch, len(self.train))))
+        """The batch of a healing step: examples in a random order that changes with every epoch, none twice in one."""
+        count = len(self.train) - self._validation_count
+        epoch, index = divmod(step, max(1, count // self.batch))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+        return self.collate([self.train[i] for i in order[index * self.batch : (index + 1) * self.batch]])
+
+    def validation(self, count: int) -> list[Any]:
+        """Batches by which the best step of healing is chosen, at most that many.
+
+        Healing does not learn from them, and quality is not measured on them.
+        """
+        return self._batches(self.train[-self._validation_count :], count)
+
+    @property
+    def _validation_count(self) -> int:
+        return max(1, int(HELD_OUT_FRACTION * len(self.train)))
 
     def held_out(self, count: int = MAX_EVAL_BATCHES) -> list[Any]:
         """Batches of held-out examples, at most that many."""
-        examples = self.test[: count * self.batch]
-        return [self.collate(examples[i : i + self.batch]) for i in range(0, len(examples), self.batch)]
+        return self._batches(self.test, count)
+
+    def _batches(self, examples: Sequence[Any], count: int) -> list[Any]:
+        """Batches of the first examples, at most that many."""
+        limit = min(len(examples), count * self.batch)
+        return [self.collate(examples[i : min(i + self.batch, limit)]) for i in range(0, limit, self.batch)]
 
     def lack(self) -> str | None:
         """What a model that cannot be run may lack, as the end of a sentence."""

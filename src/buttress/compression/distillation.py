@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress.compression.running import call, evaluating, mask_of
-from buttress.errors import ButtressError
+from buttress.compression.distances import Loss, distance_for
+from buttress.compression.running import call, evaluating
+from buttress.errors import ButtressError, PlanError
 from buttress.files import replacing
 from buttress.optim.groups import param_groups
 
-Loss = Callable[[Any, Any, Any], Tensor]
-"""A function of the model's output, the teacher's output and the batch, to a scalar."""
+CHECKS = 10
+"""How often the loss on held-out batches is measured, unless `check_every` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -32,100 +34,32 @@ class Healing:
     """Steps in all."""
     loss: float
     """Loss of the last step."""
+    held_out_loss: float | None = None
+    """Loss on the held-out batches, if it was measured after this step."""
 
 
-def distance(output: Any, reference: Any, batch: Any) -> Tensor:
-    """Distance of a model's output from the teacher's, without padding.
-
-    For logits it is the divergence KL(teacher, model) of the distributions, otherwise `relative_square_error`.
-
-    Args:
-        output: Output of the model: a tensor, a tuple that starts with one, or an object with `logits` or
-            `last_hidden_state`.
-        reference: Output of the teacher.
-        batch: The batch; tokens outside its "attention_mask" are padding.
-
-    Returns:
-        A scalar.
-    """
-    own, reference_tensor = _unmasked(output, reference, batch)
-    # A single number is a score, and an image of numbers has its classes elsewhere: no distribution over the last axis.
-    if not gives_logits(output) or own.shape[-1] == 1 or own.dim() > 3:
-        return relative_square_error(output, reference, batch)
-    own, reference_tensor = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (own, reference_tensor))
-    return F.kl_div(own, reference_tensor, log_target=True, reduction="batchmean")
-
-
-def relative_square_error(output: Any, reference: Any, batch: Any) -> Tensor:
-    """The mean square of the difference of two outputs, divided by that of the second; arguments as for `distance`."""
-    own, reference_tensor = _unmasked(output, reference, batch)
-    return (own - reference_tensor).float().square().mean() / reference_tensor.float().square().mean()
-
-
-def distance_for(model: nn.Module) -> Loss:
-    """`distance`, or `relative_square_error` if the model's config says that its logits are not those of classes."""
-    problem = getattr(getattr(model, "config", None), "problem_type", None)
-    return relative_square_error if problem in ("regression", "multi_label_classification") else distance
-
-
-def _unmasked(output: Any, reference: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Both outputs as tensors, at the tokens that the batch's mask keeps."""
-    own, other = output_tensor(output), output_tensor(reference)
-    mask = mask_of(batch)
-    if mask is not None and own.dim() > mask.dim() and mask.shape == own.shape[: mask.dim()]:
-        return own[mask.bool()], other[mask.bool()]
-    return own, other
-
-
-def output_tensor(output: Any) -> Tensor:
-    """The main tensor of a model's output.
-
-    Its logits or its last hidden state; where there is neither, all outputs of the same shape whose names end in
-    "logits" or "_embeds", joined. Of a tuple or list, the first item counts.
+class HealingLosses(list[float]):
+    """The result of `heal`: the loss of every step, and those on held-out batches.
 
     Args:
-        output: What the model returned: a tensor, a tuple or list, a mapping, or an object with such attributes.
+        losses: The loss of every step.
+        held_out: Loss on the held-out batches, by the number of steps before it; 0 is the start.
 
-    Returns:
-        The tensor.
-
-    Raises:
-        ButtressError: If there is no such tensor.
+    Example:
+        >>> losses = bt.heal(model, teacher, batches, 500, held_out=validation)
+        >>> losses.held_out[0], losses.held_out[losses.best_step]
     """
-    if isinstance(output, tuple | list) and output:
-        output = output[0]
-    if isinstance(output, Tensor):
-        return output
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(tensor := getattr(output, name, None), Tensor):
-            return tensor
-    named = dict(output) if isinstance(output, Mapping) else {}
-    for ending, join in (("logits", torch.stack), ("_embeds", torch.cat)):
-        tensors = [t for name, t in named.items() if name.endswith(ending) and isinstance(t, Tensor)]
-        if tensors:
-            # Stacked before the classes: the start and the end of an answer are two questions.
-            return join([t for t in tensors if t.shape == tensors[0].shape], -2 if ending == "logits" else 0)
-    raise ButtressError(f"a {type(output).__name__} has no logits and no last_hidden_state: give a loss of your own")
 
+    def __init__(self, losses: Sequence[float] = (), held_out: Mapping[int, float] | None = None) -> None:
+        super().__init__(losses)
+        self.held_out = dict(held_out or {})
+        """Loss on the held-out batches, by the number of steps before it; empty if there are none."""
 
-def gives_logits(output: Any) -> bool:
-    """Whether the main tensor of a model's output are logits."""
-    if isinstance(getattr(output, "logits", None), Tensor):
-        return True
-    return (
-        isinstance(output, Mapping)
-        and not isinstance(output.get("last_hidden_state"), Tensor)
-        and any(str(name).endswith("logits") for name in output)
-    )
-
-
-@torch.no_grad()
-def mean_distance(model: nn.Module, teacher: nn.Module, batches: Iterable[Any]) -> float:
-    """Mean over batches of the distance of a model's output from the teacher's."""
-    loss = distance_for(model)
-    with evaluating(teacher), evaluating(model):
-        losses = [float(loss(call(model, batch), call(teacher, batch), batch)) for batch in batches]
-    return sum(losses) / len(losses)
+    @property
+    def best_step(self) -> int:
+        """Number of steps after which the model had the weights that it has now."""
+        finite = {step: loss for step, loss in self.held_out.items() if math.isfinite(loss)}
+        return min(finite, key=lambda step: (finite[step], step)) if finite else len(self)
 
 
 def heal(
@@ -138,16 +72,22 @@ def heal(
     weight_decay: float = 0.0,
     loss: Loss | None = None,
     run: Callable[[nn.Module, Any], Any] = call,
+    dtype: torch.dtype | None = None,
+    held_out: Sequence[Any] = (),
+    check_every: int | None = None,
     checkpoint: Path | str | None = None,
     every: int = 50,
     label: str = "",
     watch: Callable[[Healing], None] | None = None,
-) -> list[float]:
+) -> HealingLosses:
     """Distill a compressed model from the original model, in place.
 
     Learning rates are structure-aware (`param_groups`), with a short warm-up and a cosine decay. Both models run in
     eval mode: there is no dropout, and batch norm statistics do not change. Parameters that need no gradient do not
     change either. Half-precision weights are trained in float32 and rounded at the end.
+
+    With held-out batches, the model ends with the weights whose loss on them was least; those before the first step
+    count too, so that healing never makes this loss worse.
 
     Args:
         model: The compressed model.
@@ -158,15 +98,20 @@ def heal(
         weight_decay: Weight decay.
         loss: Called with the model's output, the teacher's output and the batch. Default: `distance`.
         run: Called as `run(model, batch)`. Default: batches are passed as in `moments`.
+        dtype: torch.bfloat16 to compute the outputs of both models in it, by autocast; the weights and the optimizer
+            stay in float32. Default: the models' own types.
+        held_out: Batches that are not learned from, on which the loss is measured.
+        check_every: Steps between two measurements on them. Default: a tenth of all steps.
         checkpoint: A file from which to resume, written atomically.
         every: Steps between two checkpoints.
         label: Identifies the batches. Resuming from a checkpoint with another label is an error.
         watch: Called after every step.
 
     Returns:
-        The loss of every step, those before a resumption included.
+        The loss of every step, those before a resumption included, and the losses on the held-out batches.
 
     Raises:
+        PlanError: If `dtype` is another one, or `check_every` is below 1.
         ButtressError: If the loss is not finite, or the checkpoint belongs to other models, rates, steps or data.
 
     Example:
@@ -174,10 +119,16 @@ def heal(
         >>> bt.replace_(model, bt.BTT(rank=4), init="project")
         >>> losses = bt.heal(model, teacher, lambda step: loader[step], steps=500)
     """
-    loss = loss or distance_for(model)
-    fingerprint = _fingerprint(model, teacher, f"{lr} {weight_decay} {steps} {label}")
+    if dtype not in (None, torch.bfloat16):  # the gradients of float16 would need scaling
+        raise PlanError(f"dtype is torch.bfloat16 or None, got {dtype!r}")
+    if check_every is not None and check_every < 1:
+        raise PlanError(f"check_every is a number of steps of at least 1, got {check_every!r}")
+    interval = check_every or max(1, steps // CHECKS)
+    pair = _Pair(model, teacher, loss or distance_for(model), run, dtype)
+    settings = f"{lr} {weight_decay} {steps} {label}"
+    fingerprint = _fingerprint(model, teacher, f"{settings} {interval} {len(held_out)}" if held_out else settings)
     dtypes = {name: t.dtype for name, t in model.state_dict().items() if t.is_floating_point()}
-    if any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes.values()):
+    if any(half in (torch.float16, torch.bfloat16) for half in dtypes.values()):
         model.float()
     state = _State(model, torch.optim.AdamW(param_groups(model, lr, weight_decay=weight_decay)), steps, fingerprint)
     path = None if checkpoint is None else Path(checkpoint)
@@ -186,18 +137,51 @@ def heal(
     model.eval()  # the teacher's output is deterministic, and dropout would add noise to the student's
     try:
         with evaluating(teacher):
+            if held_out and not state.losses.held_out:
+                state.check(pair.mean_loss(held_out))
             for step in range(len(state.losses), steps):
-                batch = batches(step)
-                with torch.no_grad():
-                    reference = run(teacher, batch)
-                state.update(loss(run(model, batch), reference, batch), lr)
+                state.update(pair.loss_of(batches(step)), lr)
+                measured = None
+                if held_out and ((step + 1) % interval == 0 or step + 1 == steps):
+                    measured = state.check(pair.mean_loss(held_out))
                 if watch is not None:
-                    watch(Healing(step + 1, steps, state.losses[-1]))
+                    watch(Healing(step + 1, steps, state.losses[-1], measured))
                 if path is not None and ((step + 1) % every == 0 or step + 1 == steps):
                     state.save(path)
+        state.restore_best()
     finally:
         _restore_dtypes(model, dtypes)
     return state.losses
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A model and its teacher, and how they are compared."""
+
+    model: nn.Module
+    teacher: nn.Module
+    loss: Loss
+    run: Callable[[nn.Module, Any], Any]
+    dtype: torch.dtype | None
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """The loss on a batch."""
+        with self._precision():
+            with torch.no_grad():
+                reference = self.run(self.teacher, batch)
+            output = self.run(self.model, batch)
+        return self.loss(output, reference, batch)
+
+    @torch.no_grad()
+    def mean_loss(self, batches: Sequence[Any]) -> float:
+        """The mean of the losses on batches."""
+        return sum(float(self.loss_of(batch)) for batch in batches) / len(batches)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return nullcontext()
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, self.dtype)
 
 
 class _State:
@@ -209,7 +193,9 @@ class _State:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / max(steps, 1))))
         )
-        self.losses: list[float] = []
+        self.losses = HealingLosses()
+        self.best: dict[str, Tensor] | None = None
+        """The weights with the least loss on held-out batches, if they are not those of now."""
 
     def update(self, loss: Tensor, lr: float) -> None:
         """One step of the optimizer."""
@@ -224,13 +210,28 @@ class _State:
         self.schedule.step()
         self.losses.append(loss.item())
 
+    def check(self, held_out_loss: float) -> float:
+        """Note the loss on held-out batches, and keep the weights if it is the least so far."""
+        step = len(self.losses)
+        self.losses.held_out[step] = held_out_loss
+        if self.losses.best_step == step:
+            self.best = copy.deepcopy(self.model.state_dict())
+        return held_out_loss
+
+    def restore_best(self) -> None:
+        """Go back to the weights with the least loss on held-out batches."""
+        if self.best is not None:
+            self.model.load_state_dict(self.best)
+
     def save(self, path: Path) -> None:
         random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
         content = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "losses": self.losses,
+            "losses": list(self.losses),
+            "held_out": self.losses.held_out,
+            "best": self.best,
             "about": self.fingerprint,
             "random": random,
         }
@@ -251,7 +252,8 @@ class _State:
         torch.set_rng_state(cpu_state)
         if len(gpu_states) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(gpu_states)
-        self.losses = list(content["losses"])
+        self.losses = HealingLosses(content["losses"], content.get("held_out"))
+        self.best = content.get("best")
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,6 +20,8 @@ from buttress.surgery import Plan
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of a stage, the number of its steps that are done, and the number of all its steps."""
+
+HealingDtype = Literal["float32", "bfloat16"]
 
 CHOOSING = ("keep", "candidates", "cost", "layers")
 """Options by which a plan is chosen."""
@@ -42,9 +44,10 @@ class CompressOptions:
         layers: Globs of the layers to choose among, the first match wins; one that starts with "!" leaves layers out.
             A 1 × 1 convolution is matched only by a glob that ends in its own name. Default: all linear layers but the
             output head.
-        heal: Steps of healing: distillation from the original model, undone if it moves the outputs on held-out data
-            away from the original's.
+        heal: Steps of healing: distillation from the original model. The weights with the least distance from the
+            original's outputs on validation data are kept; if those are the ones before it, healing is undone.
         lr: Learning rate of healing.
+        heal_dtype: "bfloat16" to compute the outputs in it while healing; weights and optimizer stay in float32.
         sweeps: Sweeps of alternating least squares for each layer; none without `text`.
         batch: Texts or images per batch.
         length: Tokens per text.
@@ -70,6 +73,7 @@ class CompressOptions:
     layers: Sequence[str] | None = None
     heal: int = 0
     lr: float = 3e-4
+    heal_dtype: HealingDtype = "float32"
     sweeps: int = 4
     batch: int = 32
     length: int = 128
@@ -85,6 +89,8 @@ class CompressOptions:
                 raise PlanError(f"{name} must be an integer >= {least}, got {value!r}")
         if not isinstance(self.lr, Real) or not isfinite(self.lr) or self.lr <= 0:
             raise PlanError(f"lr must be a number above 0, got {self.lr!r}")
+        if self.heal_dtype not in get_args(HealingDtype):
+            raise PlanError(f"heal_dtype is {' or '.join(get_args(HealingDtype))}, got {self.heal_dtype!r}")
         if self.heal and self.text is None and self.images is None:
             raise PlanError("healing needs text: give a text file, or an image folder")
         if self.plan is not None and not (isinstance(self.plan, Plan) and self.plan.entries):
@@ -111,6 +117,11 @@ class CompressOptions:
             raise PlanError(f"layers must be a list of globs, such as ['model.layers.*'], got {self.layers!r}")
         if not any(self.layer_rules().values()):
             raise PlanError("layers selects nothing: add a glob without '!', such as '*'")
+
+    @property
+    def healing_dtype(self) -> torch.dtype | None:
+        """`heal_dtype` as `heal` takes it."""
+        return torch.bfloat16 if self.heal_dtype == "bfloat16" else None
 
     def layer_rules(self) -> dict[str, bool]:
         """`layers` as `curves` takes them: globs, each with whether it selects what it matches."""

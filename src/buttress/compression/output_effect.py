@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from buttress import ops
-from buttress.compression.distillation import distance_for, output_tensor
+from buttress.compression.distances import distance_for, output_tensor
 from buttress.compression.running import call
 from buttress.inspection.hooks import removing
 from buttress.inspection.sites import Site

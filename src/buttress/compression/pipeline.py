@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from buttress.compression.allocation import Budget, Curves, budget, curves
 from buttress.compression.calibration_data import CalibrationData
 from buttress.compression.calibration_files import CalibrationFiles, read_calibration_files
-from buttress.compression.distillation import heal, mean_distance
+from buttress.compression.distillation import heal
 from buttress.compression.hub import local_folder
 from buttress.compression.input_moments import moments_of
 from buttress.compression.judgement import DenseLayer
 from buttress.compression.model_folders import ModelFolder, open_model_folder
 from buttress.compression.options import CompressOptions
-from buttress.compression.outcome import Outcome, Provenance, is_harmful, report_row
+from buttress.compression.outcome import Outcome, Provenance, report_row
 from buttress.compression.projection_store import ProjectionStore
 from buttress.compression.remainder import RemainderBefore, cannot_be_judged
 from buttress.errors import ButtressError, PlanError, first_line
@@ -32,7 +32,7 @@ from buttress.surgery import Plan, Report, chosen_layers, replace_
 EFFECT_BATCHES = 2
 """Batches on which the effect of each layer's loss on the model's output is measured."""
 HEALING_CHECK_BATCHES = 8
-"""Held-out batches on which healing must have helped."""
+"""Batches on which healing must have helped; it does not learn from them."""
 REPORT_FILE = "buttress-report.json"
 
 
@@ -125,7 +125,7 @@ def _compress(
     clock.end("project")
     healed = None
     if options.heal and data is not None:
-        healed = _heal_or_revert(model, original, data, checkpoint, options)
+        healed = _heal(model, original, data, checkpoint, options)
         clock.end("heal")
     quality = {} if data is None else data.quality(original, model)
     clock.end("measure")
@@ -209,26 +209,26 @@ def _project(
     return replace_(model, plan, init="project", moments=inputs or None, sweeps=sweeps, projections=projections)
 
 
-def _heal_or_revert(
+def _heal(
     model: nn.Module, original: nn.Module, data: CalibrationData, checkpoint: Path, options: CompressOptions
 ) -> tuple[float, float]:
-    """Heal the model, and undo it if that does not help. Returns the distances before and after healing."""
-    held_out = data.held_out(HEALING_CHECK_BATCHES)
-    start, before = copy.deepcopy(model.state_dict()), mean_distance(model, original, held_out)
-    heal(
+    """Heal the model as far as that helps. Returns its distances from the original before and after.
+
+    Where no step helped, the model stays as it was, and the second distance is that after the last step.
+    """
+    losses = heal(
         model,
         original,
         data.healing_batch,
         options.heal,
         lr=options.lr,
+        dtype=options.healing_dtype,
+        held_out=data.validation(HEALING_CHECK_BATCHES),
         checkpoint=checkpoint,
         label=data.label,
         watch=lambda healing: options.report(f"healing, loss {healing.loss:.4f}", healing.step, healing.steps),
     )
-    after = mean_distance(model, original, held_out)
-    if is_harmful(before, after):
-        model.load_state_dict(start)
-    return before, after
+    return losses.held_out[0], losses.held_out[losses.best_step or options.heal]
 
 
 def _provenance(name: Path | str, folder: ModelFolder) -> Provenance:

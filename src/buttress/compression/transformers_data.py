@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from buttress.compression.calibration_data import CalibrationData, open_image, split_examples
 from buttress.compression.calibration_files import CalibrationFiles
-from buttress.compression.distillation import gives_logits, output_tensor
+from buttress.compression.distances import gives_logits, output_tensor
 from buttress.errors import PlanError
 
 
