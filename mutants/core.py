@@ -355,4 +355,18 @@ MUTATIONS = (
         "if n <= max(d_in, d_out))",
         STRUCTURES,
     ),
+    Mutation(
+        "aligned splits write slices of the other factor",
+        "core/structures/cores.py",
+        "((inputs, x[::-1], x[-1]), (outputs, created, y[-1]))",
+        "((inputs, x[::-1], x[-1]), (outputs, created, y[0]))",
+        ("tests/core/structures/test_splits.py",),
+    ),
+    Mutation(
+        "aligned splits of any padding",
+        "core/structures/sizes.py",
+        "min(int(MAX_ALIGNED_PADDING * n), MAX_PADDING)",
+        "MAX_PADDING",
+        ("tests/core/structures/test_splits.py",),
+    ),
 )

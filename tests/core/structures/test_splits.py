@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import pickle
 import re
+import time
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -118,10 +119,67 @@ class TestGreedy:
         assert (right.shape, left.shape) == ((48, 32, 16), (32, 96, 48))
 
     def test_an_unknown_rule_is_rejected(self) -> None:
-        with pytest.raises(bt.StructureError, match=r"is 'even' or 'greedy', got 'gredy'; did you mean 'greedy'\?"):
+        with pytest.raises(
+            bt.StructureError, match=r"is 'even' or 'greedy' or 'aligned', got 'gredy'; did you mean 'greedy'\?"
+        ):
             bt.split(12, 2, "gredy")
-        with pytest.raises(bt.StructureError, match=re.escape("is 'even' or 'greedy', got [1]")):
+        with pytest.raises(bt.StructureError, match=re.escape("is 'even' or 'greedy' or 'aligned', got [1]")):
             bt.split(12, 2, [1])  # type: ignore[arg-type]
+
+
+class TestAligned:
+    @pytest.mark.parametrize(
+        ("n", "expected"),
+        [
+            (1216, (32, 38)),
+            (4864, (64, 76)),
+            (997, (25, 40)),  # padded to 1000; the even split is 27 x 37
+            (50257, (192, 262)),
+            (100, (8, 13)),
+            (20, (4, 5)),  # no multiple of 8 within 2:1
+            (4096, (16, 16, 16)),
+        ],
+        ids=str,
+    )
+    def test_values(self, n: int, expected: tuple[int, ...]) -> None:
+        assert bt.split(n, len(expected), "aligned") == expected
+
+    @given(st.integers(1, 3000))
+    @settings(deadline=None, derandomize=True, max_examples=200)
+    def test_by_search(self, n: int) -> None:
+        pairs = [
+            (slow * fast, max(slow, fast) / min(slow, fast), *sorted((slow, fast)))
+            for fast in range(8, 2 * n + 1, 8)
+            for slow in range(-(-fast // 2), 2 * fast + 1)
+            if n <= slow * fast <= n + n // 16
+        ]
+        assert bt.split(n, 2, "aligned") == (min(pairs)[2:] if pairs else bt.split(n, 2))
+
+    @pytest.mark.parametrize(
+        ("structure", "fast"), [(bt.BTT, "a"), (bt.TensorTrain, "b"), (bt.Kronecker, "b")], ids=str
+    )
+    def test_contiguous_slices_are_multiples_of_8(self, structure: Any, fast: str) -> None:
+        for n in (1216, 4864, 997, 1000, 768, 50257):
+            sizes = structure(split="aligned").chain(n, n).sizes
+            assert sizes["d"] % 8 == sizes[fast] % 8 == 0
+            assert sizes["c"] * sizes["d"] == sizes["a"] * sizes["b"] == prod(bt.split(n, 2, "aligned"))
+
+    def test_the_order_of_even_stays_where_it_is_aligned(self) -> None:
+        for d_in, d_out in ((1024, 1024), (768, 3072), (1280, 5120), (1536, 2048)):
+            assert bt.BTT(split="aligned").chain(d_in, d_out) == bt.BTT().chain(d_in, d_out)
+        assert bt.BTT(split="aligned").chain(1216, 1216).sizes["a"] == 32, "the even split writes slices of 38"
+
+    def test_more_cores(self) -> None:
+        sizes = bt.BTT(cores=3, split="aligned").chain(1280, 1280).sizes
+        assert (sizes["j1"], sizes["j2"], sizes["j3"]) == (16, 10, 8)
+        assert sizes["i1"] % 8 == 0
+
+    @pytest.mark.parametrize("size", [(1 << 40) - 87, 2**40, 999_999_999_989])
+    @pytest.mark.parametrize("parts", [2, 3, 12])
+    def test_large_sizes_take_little_time(self, size: int, parts: int) -> None:
+        started = time.process_time()
+        assert size <= prod(bt.split(size, parts, "aligned")) < size * 1.07
+        assert time.process_time() - started < 4
 
 
 class TestRules:
@@ -140,6 +198,8 @@ class TestRules:
             inputs.append(chain.sizes[contracted])
             outputs.append(chain.sizes[created])
         parts = len(chain.factors)
+        if rule == "aligned":  # a multiple of 8 may take the place of the fast axis
+            inputs, outputs = sorted(inputs), sorted(outputs)
         assert (tuple(inputs), tuple(outputs)) == (bt.split(d_in, parts, rule), bt.split(d_out, parts, rule))
 
     @each
@@ -231,7 +291,10 @@ class TestExplicit:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: bt.BTT(split="gredy"), "BTT: split must be 'even', 'greedy' or ((input axes), (output axes)),"),
+            (
+                lambda: bt.BTT(split="gredy"),
+                "BTT: split must be 'even', 'greedy', 'aligned' or ((input axes), (output axes)),",
+            ),
             (lambda: bt.BTT(split="gredy"), "got 'gredy'; did you mean 'greedy'?"),
             (lambda: bt.BTT(split=None), "got None"),
             (lambda: bt.BTT(split=((2, 3),)), "got ((2, 3),)"),

@@ -18,8 +18,8 @@ class BTT(Structure):
     Args:
         rank: Size of the bonds between neighboring cores: one number, or one for each bond.
         cores: Number of cores, at least 2.
-        split: How sizes are split into axes: "even", "greedy" (see `split`), or for layers of one size the axes
-            themselves, ((input axes, slow first), (output axes in the order written)).
+        split: How sizes are split into axes: "even", "greedy", "aligned" (see `split`), or for layers of one size the
+            axes themselves, ((input axes, slow first), (output axes in the order written)).
 
     Example:
         >>> BTT(rank=4).chain(1024, 4096).params

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from buttress.core.chain import MAX_AXES, Axes
 from buttress.core.structures.base import Structure, positive
-from buttress.core.structures.sizes import MAX_SIZE, RULES, split
+from buttress.core.structures.sizes import ALIGNMENT, MAX_SIZE, RULES, split
 from buttress.errors import StructureError, quoted
 from buttress.suggestions import did_you_mean
 
@@ -92,7 +92,8 @@ def axis_sizes(
     """The lengths of the axes of x and y for one layer.
 
     Under a rule, the factor that acts first gets the shortest input axis and the shortest output axis: with the letters
-    of the paper, d <= c and b <= a.
+    of the paper, d <= c and b <= a. Under "aligned", the fast axes of x and y, along which memory is contiguous, are
+    multiples of 8 wherever the split has such a factor.
 
     Args:
         structure: The structure, named in errors.
@@ -111,6 +112,11 @@ def axis_sizes(
     """
     if isinstance(split_by, str):
         inputs, outputs = split(d_in, len(x), split_by), split(d_out, len(y), split_by)
+        if split_by == "aligned":
+            inputs, outputs = (
+                _with_aligned(factors, axes.index(fast))
+                for factors, axes, fast in ((inputs, x[::-1], x[-1]), (outputs, created, y[-1]))
+            )
         return dict(zip((*reversed(x), *created), inputs + outputs, strict=True))
     inputs, outputs = split_by
     if not (_fits(d_in, inputs) and _fits(d_out, outputs)):
@@ -119,6 +125,16 @@ def axis_sizes(
             f"{_served(outputs)} outputs, got {d_in:,} and {d_out:,}: give layers of another size another split"
         )
     return dict(zip((*x, *y), inputs + outputs, strict=True))
+
+
+def _with_aligned(factors: tuple[int, ...], position: int) -> tuple[int, ...]:
+    """Ascending factors, with a multiple of `ALIGNMENT` moved to a position if there is one."""
+    multiples = [size for size in factors if size % ALIGNMENT == 0]
+    if not multiples or factors[position] in multiples:
+        return factors
+    rest = list(factors)
+    rest.remove(multiples[0])
+    return (*rest[:position], multiples[0], *rest[position:])
 
 
 def _least(axes: tuple[int, ...]) -> int:

@@ -10,8 +10,8 @@ class Kronecker(Structure):
     """The matrix kron(L, R); each factor is shared along the other's axis.
 
     Args:
-        split: How sizes are split into axes: "even", "greedy" (see `split`), or for layers of one size the axes
-            themselves, ((columns of L, columns of R), (rows of L, rows of R)).
+        split: How sizes are split into axes: "even", "greedy", "aligned" (see `split`), or for layers of one size the
+            axes themselves, ((columns of L, columns of R), (rows of L, rows of R)).
 
     Example:
         >>> chain = Kronecker().chain(64, 64)

@@ -17,6 +17,12 @@ MAX_PARTS = 64
 MAX_AXIS_RATIO = 2
 """Largest ratio between the axes of one split; a size that splits less evenly is padded."""
 
+ALIGNMENT = 8
+"""Numbers of half precision in the 16 bytes that a GPU reads or writes at once."""
+
+MAX_ALIGNED_PADDING = 1 / 16
+"""Largest fraction of a size by which it is padded so that one of its factors is a multiple of `ALIGNMENT`."""
+
 MAX_PADDING = 2**16
 """How far the next size that splits evenly may be away, so that the search for it ends."""
 
@@ -45,6 +51,8 @@ def split(n: int, parts: int, rule: str = "even") -> tuple[int, ...]:
       next larger number whose most even factors are within 2:1.
     - "greedy": the rule of the paper's code. Each prime factor of n, from the smallest up, multiplies the smallest
       factor so far. Nothing is padded, so a prime gives (1, n).
+    - "aligned": factors within 2:1, one of which is a multiple of 8. The size is padded to the next one that has such
+      factors, by at most a sixteenth. Where there is none, as for small sizes, the factors are those of "even".
 
     Args:
         n: The size to split, at least 1.
@@ -98,7 +106,25 @@ def _greedy(n: int, parts: int) -> tuple[int, ...]:
     return tuple(sorted(factors))
 
 
-RULES: dict[str, Callable[[int, int], tuple[int, ...]]] = {"even": _even, "greedy": _greedy}
+@lru_cache(maxsize=4096)
+def _aligned(n: int, parts: int) -> tuple[int, ...]:
+    """The rule "aligned", of checked arguments."""
+    least = ALIGNMENT * (ALIGNMENT // MAX_AXIS_RATIO) ** (parts - 1)
+    last = n + min(int(MAX_ALIGNED_PADDING * n), MAX_PADDING)
+    for padded in range(-(-n // ALIGNMENT) * ALIGNMENT, last + 1, ALIGNMENT) if n >= least else ():
+        factorizations = _even_factorizations(padded, parts)
+        aligned = (factors for factors in factorizations if any(size % ALIGNMENT == 0 for size in factors))
+        most_even = min(aligned, key=lambda f: f[-1] / f[0], default=None)
+        if most_even is not None:
+            return most_even
+    return _even(n, parts)
+
+
+RULES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "even": _even,
+    "greedy": _greedy,
+    "aligned": _aligned,
+}
 """The rules of `split` by name, which are also the names that the option `split` of a structure takes."""
 
 

@@ -16,8 +16,8 @@ class TensorTrain(Structure):
     Args:
         rank: Size of the bonds between neighboring cores: one number, or one for each bond.
         cores: Number of cores, at least 2.
-        split: How sizes are split into axes: "even", "greedy" (see `split`), or for layers of one size the axes
-            themselves, ((input axes, slow first), (output axes in the order written)).
+        split: How sizes are split into axes: "even", "greedy", "aligned" (see `split`), or for layers of one size the
+            axes themselves, ((input axes, slow first), (output axes in the order written)).
 
     Example:
         >>> chain = TensorTrain(rank=4).chain(64, 64)
