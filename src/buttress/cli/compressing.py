@@ -19,7 +19,7 @@ from buttress.compression.pipeline import REPORT_FILE
 from buttress.compression.pipeline import compress as run_compress
 from buttress.compression.remainder import WIDTH, with_names, wrapped
 from buttress.errors import first_line
-from buttress.integrations.model_card import loading_example
+from buttress.integrations.model_card import listed_types, loading_example
 from buttress.lab.runs.config import ConfigError
 from buttress.lab.training.devices import resolve_device
 from buttress.surgery import ReplacedRow
@@ -32,7 +32,9 @@ _COSTS = {"macs": "MACs per token", "params": "parameters", "time": "millisecond
 def compress(
     model: Annotated[
         str,
-        typer.Argument(help="Model folder of transformers, sentence-transformers or timm, or a hub id (org/name)."),
+        typer.Argument(
+            help="Model folder of transformers, sentence-transformers or timm, a GGUF file, or a hub id (org/name)."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write. It must not exist, or be empty.")],
     keep: Annotated[
@@ -225,6 +227,8 @@ def _remarks(provenance: Provenance) -> list[str]:
     for reason, names in reasons.items():
         if reason not in ("weights of the original model", "a file of another tool"):
             remarks += with_names(f"not copied ({reason})", names)
+    if provenance.dequantized:
+        remarks += wrapped(f"quantized in the source, dequantized: {listed_types(provenance.dequantized)}")
     if provenance.missing:
         remarks += with_names("not in the weight files, random in the result as well", provenance.missing)
     if provenance.unreadable:

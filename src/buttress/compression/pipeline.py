@@ -48,7 +48,8 @@ def compress(
     Interrupted healing resumes when `compress` is called again with the same arguments.
 
     Args:
-        folder: Model folder of transformers, sentence-transformers or timm, or the id of a model on the hub.
+        folder: Model folder of transformers, sentence-transformers or timm, a GGUF file or a folder that holds one, or
+            the id of a model on the hub. Quantized weights of a GGUF file are dequantized.
         out: The folder to write. It must not exist, or be empty.
         options: The options. A number stands for `CompressOptions(keep=number)`.
         **keywords: Fields of `CompressOptions`, instead of `options`.
@@ -240,6 +241,7 @@ def _provenance(name: Path | str, folder: ModelFolder) -> Provenance:
         left_out=dict(folder.files.left_out),
         missing=folder.missing,
         unreadable=() if files is None else tuple(path.name for path in files.unreadable),
+        dequantized=dict(folder.quantized_types),
     )
 
 
@@ -258,6 +260,7 @@ def _save(folder: ModelFolder, part: Path, outcome: Outcome, options: CompressOp
         base_model=provenance.source,
         quality=outcome.quality,
         existing=folder.original_card(),
+        dequantized=provenance.dequantized,
     )
     write_card(part, card)
     (part / REPORT_FILE).write_text(json.dumps(report_row(outcome, options), indent=2) + "\n", encoding="utf-8")
