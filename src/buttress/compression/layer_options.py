@@ -13,6 +13,7 @@ from buttress.compression.projection_store import ProjectionStore
 from buttress.core.structures import Structure, parse, structures
 from buttress.errors import ButtressError, PlanError, StructureError
 from buttress.inspection.sites import Site
+from buttress.projection.splitting import shared_svds
 from buttress.projection.closed_form import Draft, Projection, Target, default_sweeps, draft, finished, refined
 
 CostMeasure = Literal["macs", "params"]
@@ -24,6 +25,10 @@ DENSE = "dense"
 """Value of `Choice.structure` for a layer that stays as it is."""
 COMPARING_SWEEPS = 2
 """Sweeps of alternating least squares while options are compared; the chosen one can be refined further."""
+SLACK = 0.85
+"""What an option may gain beyond the largest gain of its family so far, as a ratio of losses, to be worth refining."""
+LATER_RATIO = 0.95
+"""Expected ratio of losses after and before a second sweep, with which no option has gained more yet."""
 TYPICAL_LOSS = 0.05
 """The effect of a layer's loss on the model's output is measured with the option whose loss is nearest to this one."""
 
@@ -93,6 +98,44 @@ def thinned(costs: Mapping[Structure, float], dense: float, levels: int) -> list
     return list(members)
 
 
+def is_below_hull(point: tuple[float, float], others: Sequence[tuple[float, float]]) -> bool:
+    """Whether a point of cost and loss is below every mixture of a cheaper and a costlier point, and above none.
+
+    Args:
+        point: Cost and loss.
+        others: The other points.
+
+    Returns:
+        Whether it would be on the lower convex hull of all points.
+    """
+    cost, loss = point
+    if any(c <= cost and other <= loss for c, other in others):
+        return False
+    cheaper, costlier = [p for p in others if p[0] < cost], [p for p in others if p[0] > cost]
+    return all(
+        loss < low + (high - low) * (cost - left) / (right - left) for left, low in cheaper for right, high in costlier
+    )
+
+
+@dataclass(eq=False)
+class _Option:
+    """A structure at one layer, as far as it is refined."""
+
+    structure: Structure
+    cost: float
+    draft: Draft
+    projection: Projection
+
+    @property
+    def loss(self) -> float:
+        return self.projection.output_error**2
+
+    def refine(self, target: Target, sweeps: int) -> None:
+        """Refine to this number of sweeps in all."""
+        self.draft = refined(self.draft, target, sweeps)
+        self.projection = finished(self.draft, target)
+
+
 class LayerOptions:
     """The options of one layer: to stay dense, and structures that cost less.
 
@@ -121,18 +164,24 @@ class LayerOptions:
     def add(self, candidates: Sequence[Candidate] | None, levels: int) -> None:
         """Project what the candidates stand for at this layer's sizes, and add what costs less than the dense layer.
 
+        Every option is projected in closed form. Then those that could come near the best of their cost are refined.
+
         Args:
             candidates: Structures, their texts, or structure classes. None stands for all classes without sharing.
             levels: Families are thinned to about this number of costs.
         """
+        families: list[list[_Option]] = []
         for candidate in structures().values() if candidates is None else candidates:
             try:
                 members = self._members(candidate, levels, only_unshared=candidates is None)
-                for member in members:
-                    self._add(member)
+                with shared_svds():
+                    families.append([option for member in members if (option := self._draft(member)) is not None])
             except (ButtressError, ValueError, ArithmeticError) as error:
                 # A registered structure of the user's may not take every size.
                 self.refused[candidate.name if isinstance(candidate, type) else str(candidate)] = str(error)
+        self._refine(families)
+        for option in (option for family in families for option in family):
+            self._add(option)
 
     def _members(self, candidate: Candidate, levels: int, *, only_unshared: bool) -> list[Structure]:
         family = as_family(candidate)
@@ -145,21 +194,50 @@ class LayerOptions:
         costs = {member: self.price(member, *self.sizes) for member in family.family(*self.sizes)}
         return thinned(costs, self.price(None, *self.sizes), levels)
 
-    def _add(self, member: Structure) -> None:
-        dense, after = self.choices[0].cost_before, self.price(member, *self.sizes)
-        if after >= dense:
-            return
+    def _draft(self, member: Structure) -> _Option | None:
+        """The closed form of a structure; None if it costs as much as the dense layer, or a cheaper one is exact."""
+        cost = self.price(member, *self.sizes)
+        if cost >= self.choices[0].cost_before:
+            return None
         try:
             start = draft(member, self.target)
         except StructureError:
-            return  # its rank is above the bound: a cheaper one is exact
-        refinable = refined(start, self.target, default_sweeps(start.chain, self.target, COMPARING_SWEEPS))
-        projection = finished(refinable, self.target)
-        choice = Choice(self.name, str(member), dense, after, projection.output_error**2, member)
+            return None  # its rank is above the bound
+        return _Option(member, cost, start, finished(start, self.target))
+
+    def _refine(self, families: Sequence[Sequence[_Option]]) -> None:
+        """Refine the options that could come near the best of their cost, one sweep after the other.
+
+        How much an option gains is known only afterwards, but members of a family gain alike. So the family's cheapest
+        is refined, and any other if it would be near the best with the family's largest gain and `SLACK` more.
+        """
+        for sweep in range(1, COMPARING_SWEEPS + 1):
+            for family in families:
+                ratio = 1.0 if sweep == 1 else LATER_RATIO
+                for index, option in enumerate(sorted(family, key=lambda o: o.cost)):
+                    if sweep > default_sweeps(option.draft.chain, self.target, COMPARING_SWEEPS):
+                        continue
+                    is_first = index == 0 and sweep == 1
+                    if option.draft.converged or is_first or self._is_near(option, families, ratio * SLACK):
+                        before = option.loss
+                        option.refine(self.target, sweep)
+                        ratio = min(ratio, option.loss / before if before > 0 else 1.0)
+
+    def _is_near(self, option: _Option, families: Sequence[Sequence[_Option]], ratio: float) -> bool:
+        """Whether an option would be on the lower convex hull of all options if its loss were multiplied by a ratio."""
+        if option.draft.sweeps and option.draft.converged:
+            return False
+        points = [(o.cost, o.loss) for family in families for o in family if o is not option]
+        dense = self.choices[0].cost_before, 0.0
+        return is_below_hull((option.cost, ratio * option.loss), [*points, dense])
+
+    def _add(self, option: _Option) -> None:
+        dense = self.choices[0].cost_before
+        choice = Choice(self.name, str(option.structure), dense, option.cost, option.loss, option.structure)
         self.choices.append(choice)
-        self._compare_with_typical(choice.loss, refinable, projection)
+        self._compare_with_typical(choice.loss, option.draft, option.projection)
         if self.projections is not None:
-            self.projections.offer(self.name, member, after, choice.loss, refinable)
+            self.projections.offer(self.name, option.structure, option.cost, choice.loss, option.draft)
 
     def _compare_with_typical(self, loss: float, refinable: Draft, projection: Projection) -> None:
         if loss > 0 and (distance := abs(math.log(loss / TYPICAL_LOSS))) < self._typical_distance:
