@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -34,6 +34,16 @@ from buttress.errors import PlanError
 from buttress.inspection.sites import Site
 from buttress.surgery import Plan, PlanEntry, chosen_layers
 from buttress.text_table import render, show
+
+
+class LayerMemory(Protocol):
+    """Keeps what is known of the layers that were compared."""
+
+    layers: dict[str, dict[str, Any]]
+    """Plain data by layer name."""
+
+    def add_layer(self, name: str, row: Mapping[str, Any]) -> None:
+        """Keep what is known of one more layer."""
 
 
 class Curves(dict[str, list[Choice]]):
@@ -97,6 +107,7 @@ def curves(
     batches: Sequence[Any] = (),
     watch: Callable[[str, int, int], None] | None = None,
     projections: ProjectionStore | None = None,
+    memory: LayerMemory | None = None,
 ) -> Curves:
     """Compute the cost and the loss of every option for each layer, from which `budget` chooses.
 
@@ -118,6 +129,7 @@ def curves(
             distance that `heal` uses. The layer's losses are scaled by it: some layers tolerate more than others.
         watch: Called with a layer's name, its number and the number of layers, before each layer.
         projections: A store for projections, so that those of the chosen plan need not be computed again.
+        memory: Keeps what is known of each layer, such as a `WorkFolder`. Layers that it knows are not compared again.
 
     Returns:
         The options of each layer, by name; the first is to stay dense. `unjudged` lists the layers that are left out,
@@ -140,9 +152,13 @@ def curves(
         for index, (name, site) in enumerate(sites.items()):
             if watch:
                 watch(name, index, len(sites))
+            if memory is not None and comparison.restore(memory.layers.get(name)):
+                continue
             layer = comparison.options_of(site, candidates, levels)
             if effect and layer is not None and layer.typical:
                 comparison.weigh(site, effect.of(site, modules[name], *layer.typical))
+            if memory is not None:
+                memory.add_layer(name, comparison.row(name))
     return comparison.curves()
 
 
@@ -178,6 +194,32 @@ class _Comparison:
         del self.options[site.name]
         reason = "the output that is compared does not depend on it" if effect == 0 else "the output is not finite"
         self.unjudged.append(DenseLayer.of(site, reason, self.moments))
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What is known of a layer, as plain data."""
+        choices = [[c.structure, c.cost_before, c.cost_after, c.loss] for c in self.options.get(name, ())]
+        unjudged = [asdict(layer) for layer in self.unjudged if layer.name == name]
+        refused = self.refused.get(name, {})
+        row = {"name": name, "choices": choices, "unjudged": unjudged, "refused": refused}
+        return row | {"effect": self.effects.get(name)}
+
+    def restore(self, row: Mapping[str, Any] | None) -> bool:
+        """Take over what was known of a layer; False if nothing was, or it cannot be read."""
+        try:
+            assert row is not None
+            choices = [Choice(row["name"], *values) for values in row["choices"]]
+            unjudged = [DenseLayer(**values) for values in row["unjudged"]]
+            effect, refused = row["effect"], dict(row["refused"])
+        except (AssertionError, KeyError, TypeError, ValueError):
+            return False
+        self.unjudged += unjudged
+        if choices:
+            self.options[row["name"]] = choices
+        if effect is not None:
+            self.effects[row["name"]] = float(effect)
+        if refused:
+            self.refused[row["name"]] = refused
+        return True
 
     def curves(self) -> Curves:
         if not self.options:

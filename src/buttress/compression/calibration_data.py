@@ -20,6 +20,10 @@ HELD_OUT_FRACTION = 0.1
 """Fraction of the data that is held out to measure quality."""
 MAX_EVAL_BATCHES = 64
 """Most batches on which quality is measured."""
+MAX_EVAL_OUTPUTS = 1 << 15
+"""Most outputs on which quality is measured: tokens of a language model, examples of any other."""
+EFFECT_OUTPUTS, EFFECT_BATCHES = 256, 2
+"""Outputs on which the effect of each layer's loss on the model's output is measured, and the most batches of them."""
 MIN_EXAMPLES = 20
 """Smallest number of examples that can be used."""
 
@@ -61,9 +65,21 @@ class CalibrationData(ABC):
         """The batch of a healing step."""
         return self.collate(random.Random(step).sample(self.train, min(self.batch, len(self.train))))
 
+    @property
+    def outputs_per_example(self) -> int:
+        """How many outputs are compared for one example."""
+        return 1
+
+    def effect_batches(self) -> list[Any]:
+        """A few batches to measure the effect of each layer on, which is done once for every layer."""
+        examples = self.train[: max(2, -(-EFFECT_OUTPUTS // self.outputs_per_example))]
+        starts = range(0, min(len(examples), EFFECT_BATCHES * self.batch), self.batch)
+        return [self.collate(examples[start : start + self.batch]) for start in starts]
+
     def held_out(self, count: int = MAX_EVAL_BATCHES) -> list[Any]:
         """Batches of held-out examples, at most that many."""
-        examples = self.test[: count * self.batch]
+        most = max(self.batch, MAX_EVAL_OUTPUTS // self.outputs_per_example)
+        examples = self.test[: min(count * self.batch, most)]
         return [self.collate(examples[i : i + self.batch]) for i in range(0, len(examples), self.batch)]
 
     def lack(self) -> str | None:

@@ -13,8 +13,8 @@ from buttress.compression.projection_store import ProjectionStore
 from buttress.core.structures import Structure, parse, structures
 from buttress.errors import ButtressError, PlanError, StructureError
 from buttress.inspection.sites import Site
-from buttress.projection.splitting import shared_svds
 from buttress.projection.closed_form import Draft, Projection, Target, default_sweeps, draft, finished, refined
+from buttress.projection.splitting import shared_svds
 
 CostMeasure = Literal["macs", "params"]
 CostFunction = Callable[[Structure | None, int, int], float]

@@ -128,7 +128,7 @@ class _Reader:
             ends.append(offset + nbytes)
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         start = -(-self.place // alignment) * alignment
-        missing = start + max(max(ends), total) - self.size
+        missing = start + max(*ends, total) - self.size
         if missing > 0:
             self._fail(f"its tensors need {missing:,} bytes more than it has: download or copy it again")
         return GgufHeader(metadata, shapes, types)

@@ -64,6 +64,10 @@ class Projection:
     relative_error: float
     output_error: float
 
+    def to(self, device: torch.device | str) -> Projection:
+        """A copy on another device."""
+        return replace(self, factors={name: t.to(device) for name, t in self.factors.items()})
+
 
 @dataclass(frozen=True)
 class Target:
