@@ -60,7 +60,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--cost", "money"), "--cost is macs, params or time, got 'money'"),
+        (("--cost", "money"), "--cost is macs, params, bytes, decode_ms, prefill_ms or time, got 'money'"),
         (("--plan", "/nowhere/plan.json"), "--plan /nowhere/plan.json cannot be read (No such file or directory)"),
         (("--plan", "/"), "--plan / cannot be read (Is a directory)"),
         (("--keep", "50"), "above 0 and at most 1; got 50.0"),
@@ -165,7 +165,7 @@ def test_the_report_holds_all_options_and_versions(model: Path, text: Path, tmp_
     assert (report["format"], report["version"], report["source"]) == ("buttress-report", 1, "model")
     assert report["options"] == {
         "keep": 0.8, "candidates": ["low_rank(rank=2)"], "cost": "macs", "plan": None, "text": "lines.txt",
-        "images": None, "layers": None, "heal": 0, "lr": 3e-4, "sweeps": 4, "batch": 8, "length": 12,
+        "images": None, "layers": None, "head": False, "heal": 0, "lr": 3e-4, "sweeps": 4, "batch": 8, "length": 12,
         "calibration_batches": 64, "device": "cpu",
     }  # fmt: skip
     assert report["versions"]["buttress"] == bt.__version__

@@ -180,10 +180,10 @@ class TestWorkFolder:
         assert again.layers == {"a": {"effect": 0.1, "name": "a"}, "b": {"effect": None, "name": "b"}}
 
     def test_one_process_at_a_time(self, tmp_path: Path) -> None:
-        with WorkFolder.opened(tmp_path / ".m.compress"):
-            with pytest.raises(bt.PlanError, match=r"another process compresses into .*/m: wait for it"):
-                with WorkFolder.opened(tmp_path / ".m.compress"):
-                    pass
+        second = WorkFolder.opened(tmp_path / ".m.compress")
+        says = r"another process compresses into .*/m: wait for it"
+        with WorkFolder.opened(tmp_path / ".m.compress"), pytest.raises(bt.PlanError, match=says):
+            second.__enter__()
         assert not (tmp_path / ".m.compress").exists()
 
     def test_a_fingerprint_depends_on_every_number(self) -> None:

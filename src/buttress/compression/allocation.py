@@ -15,6 +15,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from buttress.compression.judgement import DenseLayer, reason_not_to_judge
@@ -31,7 +32,7 @@ from buttress.compression.output_effect import OutputEffect
 from buttress.compression.projection_store import ProjectionStore
 from buttress.compression.running import evaluating
 from buttress.errors import PlanError
-from buttress.inspection.sites import Site
+from buttress.inspection.sites import Site, tied_embeddings
 from buttress.surgery import Plan, PlanEntry, chosen_layers
 from buttress.text_table import render, show
 
@@ -121,7 +122,8 @@ def curves(
             Default: all families without sharing.
         moments: Second moments of layers' inputs, from `moments()`. With them, losses are those of the outputs on real
             inputs.
-        cost: "macs", "params", or a function of a structure (None for nn.Linear), d_in and d_out, such as `timed()`.
+        cost: "macs", "params", "bytes", the measured times "decode_ms" (of one token) or "prefill_ms" (of many), or a
+            function of a structure (None for nn.Linear), d_in and d_out, such as `timed()`.
         layers: Maps globs of layer names to whether they are included; the first match wins. A 1 × 1 convolution is
             included only by a glob that ends in its own name. Default: all linear layers but the output head.
         levels: Families are thinned to about this number of costs.
@@ -144,7 +146,8 @@ def curves(
         >>> plan = bt.budget(options, keep=0.5).plan
     """
     sites = chosen_layers(model, layers)
-    price = cost_function(cost)
+    example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    price = cost_function(cost, device=example.device, dtype=example.dtype)
     candidates = None if candidates is None else list(candidates)
     comparison = _Comparison({} if moments is None else moments, price, projections)
     with evaluating(model), observable(sites.values()) as modules:
@@ -156,7 +159,8 @@ def curves(
                 continue
             layer = comparison.options_of(site, candidates, levels)
             if effect and layer is not None and layer.typical:
-                comparison.weigh(site, effect.of(site, modules[name], *layer.typical))
+                embeddings = list(tied_embeddings(model, site).values())
+                comparison.weigh(site, effect.of(site, modules[name], *layer.typical, embeddings))
             if memory is not None:
                 memory.add_layer(name, comparison.row(name))
     return comparison.curves()

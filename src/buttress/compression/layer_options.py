@@ -5,22 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from buttress.compression.projection_store import ProjectionStore
 from buttress.core.structures import Structure, parse, structures
+from buttress.costs.advice import timed
 from buttress.errors import ButtressError, PlanError, StructureError
 from buttress.inspection.sites import Site
 from buttress.projection.closed_form import Draft, Projection, Target, default_sweeps, draft, finished, refined
 from buttress.projection.splitting import shared_svds
 
-CostMeasure = Literal["macs", "params"]
+CostMeasure = Literal["macs", "params", "bytes", "decode_ms", "prefill_ms"]
 CostFunction = Callable[[Structure | None, int, int], float]
 """The cost of a structure, or of nn.Linear for None, from d_in inputs to d_out outputs."""
 Candidate = Structure | type[Structure] | str
 
+PREFILL_TOKENS = 2048
+"""Tokens of a forward pass whose time "prefill_ms" is."""
+MEASURED_TOKENS = {"decode_ms": 1, "prefill_ms": PREFILL_TOKENS}
+"""Tokens at a time of the measured costs."""
 DENSE = "dense"
 """Value of `Choice.structure` for a layer that stays as it is."""
 COMPARING_SWEEPS = 2
@@ -57,11 +63,17 @@ class Choice:
             object.__setattr__(self, "replacement", parse(self.structure))
 
 
-def cost_function(cost: CostMeasure | CostFunction) -> CostFunction:
+def cost_function(
+    cost: CostMeasure | CostFunction, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> CostFunction:
     """Turn the name of a cost measure into a function.
 
     Args:
-        cost: "macs", "params", or a function, which is returned as it is.
+        cost: "macs" per token, "params", "bytes" of the weights, "decode_ms" or "prefill_ms": milliseconds of the
+            forward pass for one token and for `PREFILL_TOKENS`, measured once for each structure and size. Or a
+            function, which is returned as it is.
+        device: Where times are measured. Default: a GPU if there is one.
+        dtype: dtype of the weights, for bytes and times.
 
     Returns:
         The cost as a function of a structure (None for nn.Linear), d_in and d_out.
@@ -71,12 +83,18 @@ def cost_function(cost: CostMeasure | CostFunction) -> CostFunction:
     """
     if callable(cost):
         return cost
-    if cost not in ("macs", "params"):
-        raise PlanError(f"cost is 'macs', 'params' or a function, got {cost!r}")
+    if cost not in get_args(CostMeasure):
+        *names, last = (repr(name) for name in get_args(CostMeasure))
+        raise PlanError(f"cost is {', '.join(names)}, {last} or a function, got {cost!r}")
+    if cost in MEASURED_TOKENS:
+        return timed(MEASURED_TOKENS[cost], device=device, dtype=dtype)
+    unit = dtype.itemsize if cost == "bytes" else 1
 
     def count(structure: Structure | None, d_in: int, d_out: int) -> float:
-        total: int = d_in * d_out if structure is None else getattr(structure.chain(d_in, d_out), cost)
-        return total
+        if structure is None:
+            return unit * d_in * d_out
+        chain = structure.chain(d_in, d_out)
+        return unit * (chain.macs if cost == "macs" else chain.params)
 
     return count
 
@@ -191,8 +209,9 @@ class LayerOptions:
             members = family.default_candidates()
             if not members or members[0].chain(*self.sizes).shares_parameters:
                 return []
-        costs = {member: self.price(member, *self.sizes) for member in family.family(*self.sizes)}
-        return thinned(costs, self.price(None, *self.sizes), levels)
+        # By MACs, which take no measurement: a family may have hundreds of members.
+        costs = {member: float(member.chain(*self.sizes).macs) for member in family.family(*self.sizes)}
+        return thinned(costs, float(self.sizes[0] * self.sizes[1]), levels)
 
     def _draft(self, member: Structure) -> _Option | None:
         """The closed form of a structure; None if it costs as much as the dense layer, or a cheaper one is exact."""

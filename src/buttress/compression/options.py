@@ -21,7 +21,7 @@ from buttress.surgery import Plan
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of a stage, the number of its steps that are done, and the number of all its steps."""
 
-CHOOSING = ("keep", "candidates", "cost", "layers")
+CHOOSING = ("keep", "candidates", "cost", "layers", "head")
 """Options by which a plan is chosen."""
 ALIASES = {"calibrate": "calibration_batches", "tell": "progress"}
 """Present names of keywords that `compress` had in version 0.1."""
@@ -34,7 +34,8 @@ class CompressOptions:
     Args:
         keep: Fraction of the linear layers' cost to keep.
         candidates: Structures to choose from, as for `curves`. Default: all families without sharing.
-        cost: Cost that `keep` refers to: "macs", "params", or a function such as `timed()`.
+        cost: Cost that `keep` refers to: "macs", "params", "bytes", "decode_ms" or "prefill_ms", as for `curves`, or a
+            function such as `timed()`.
         plan: A plan to follow instead of choosing one.
         text: A text file; an image folder counts as `images`. With data, layers are projected for the nearest outputs
             on it, and quality is measured on a part that is held out.
@@ -42,6 +43,8 @@ class CompressOptions:
         layers: Globs of the layers to choose among, the first match wins; one that starts with "!" leaves layers out.
             A 1 × 1 convolution is matched only by a glob that ends in its own name. Default: all linear layers but the
             output head.
+        head: Also choose a structure for the output head. An embedding that shares its weight is replaced with it, by
+            the same factors.
         heal: Steps of healing: distillation from the original model, undone if it moves the outputs on held-out data
             away from the original's.
         lr: Learning rate of healing.
@@ -68,6 +71,7 @@ class CompressOptions:
     text: Path | str | None = None
     images: Path | str | None = None
     layers: Sequence[str] | None = None
+    head: bool = False
     heal: int = 0
     lr: float = 3e-4
     sweeps: int = 4
@@ -121,7 +125,7 @@ class CompressOptions:
         """Why layers that are not among those to choose from stay dense."""
         if self.plan is not None:
             return "not in the plan"
-        return "the output head" if self.layers is None else "not selected"
+        return "the output head" if self.layers is None and not self.head else "not selected"
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> CompressOptions:

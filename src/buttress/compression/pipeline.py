@@ -30,10 +30,11 @@ from buttress.compression.remainder import RemainderBefore, cannot_be_judged
 from buttress.compression.work_folder import LOG, ProgressLog, WorkFolder, fingerprint_of, work_folder_of
 from buttress.errors import ButtressError, PlanError, first_line
 from buttress.files import new_folder
-from buttress.inspection.sites import Site, find_sites
+from buttress.inspection.head import output_head
+from buttress.inspection.sites import Site, find_sites, tied_embeddings
 from buttress.integrations.model_card import model_card, write_card
-from buttress.projection.closed_form import project
-from buttress.surgery import Plan, Report, chosen_layers, replace_
+from buttress.projection.closed_form import Projection, project
+from buttress.surgery import Plan, PlanEntry, Report, chosen_layers, replace_
 
 ENOUGH_TOKENS = 32
 """Tokens per input of a layer after which calibration stops: more change the moments little."""
@@ -128,7 +129,7 @@ def _compress(
     plan, chosen, store = options.plan, None, ProjectionStore()
     if plan is None:
         chosen = _choose(folder, data, inputs, store, work, options)
-        plan = chosen.plan
+        plan = _with_embeddings(chosen.plan, model)
         clock.end("choose")
     by_weights = cannot_be_judged(sites, [e.name for e in plan.entries], inputs)
     inputs = {name: inputs[name] for name in inputs if name not in {layer.name for layer in by_weights}}
@@ -149,16 +150,41 @@ def _compress(
 def _sites_to_judge(model: nn.Module, options: CompressOptions) -> dict[str, Site]:
     """The layers to choose among, or those that a given plan replaces."""
     if options.plan is None:
-        return chosen_layers(model, options.layer_rules() or None)
+        return chosen_layers(model, _layer_rules(model, options))
     sites = find_sites(model, convolutions=True)
     return {e.name: sites[e.name] for e in options.plan.entries if e.name in sites}
+
+
+def _layer_rules(model: nn.Module, options: CompressOptions) -> dict[str, bool] | None:
+    """The globs that select layers; None for all but the output head."""
+    rules = options.layer_rules()
+    if not options.head:
+        return rules or None
+    head = output_head(model).module_ids
+    names = [name for name, site in find_sites(model).items() if id(site.owner) in head]
+    if not names:
+        raise PlanError(f"{type(model).__name__} has no linear output head: leave head out")
+    others = rules or dict.fromkeys(chosen_layers(model, None), True)
+    return dict.fromkeys(names, True) | others
+
+
+def _with_embeddings(plan: Plan, model: nn.Module) -> Plan:
+    """A plan in which embeddings that share the weights of its layers share their factors as well."""
+    sites = find_sites(model, convolutions=True)
+    entries: list[PlanEntry] = []
+    for entry in plan.entries:
+        leader = next(iter(tied_embeddings(model, sites[entry.name])), None)
+        if leader is not None:
+            entries.append(PlanEntry(leader, entry.structure))
+        entries.append(replace(entry, tied=leader))
+    return Plan(tuple(entries))
 
 
 def _settings_of_work(files: CalibrationFiles | None, options: CompressOptions) -> dict[str, Any]:
     """What moments, options of layers and projections depend on besides the model."""
     from buttress import __version__
 
-    names = ("candidates", "cost", "layers", "batch", "length", "calibration_batches", "device")
+    names = ("candidates", "cost", "layers", "head", "batch", "length", "calibration_batches", "device")
     settings = {name: value for name, value in options.to_row().items() if name in names}
     data = None if files is None else [hashlib.sha256(files.text.encode()).hexdigest(), *map(str, files.images)]
     return settings | {"data": data, "versions": [__version__, torch.__version__]}
@@ -205,7 +231,7 @@ def _choose(
         candidates=options.candidates,
         moments=inputs,
         cost=options.cost,
-        layers=options.layer_rules() or None,
+        layers=_layer_rules(folder.model, options),
         batches=[] if data is None else data.effect_batches(),
         watch=lambda name, done, total: options.report("choosing", done, total),
         projections=store,
@@ -241,11 +267,11 @@ def _project(
     inputs = {e.name: inputs[e.name] for e in plan.entries if e.name in inputs}
     sweeps = options.sweeps if inputs else 0
     sites = find_sites(model, convolutions=True)
-    projections = {}
+    projections: dict[str, Projection] = {}
     for index, entry in enumerate(plan.entries):
         options.report("projecting", index, len(plan.entries))
-        if options.plan is not None:
-            continue  # which may say more than the structure
+        if options.plan is not None or entry.name not in sites:
+            continue  # a given plan may say more than the structure; an embedding has the factors of its head
         projection = work.projection(entry.name, entry.structure, sweeps)
         if projection is None:
             weight, moments = sites[entry.name].read().weight, inputs.get(entry.name)
@@ -253,7 +279,7 @@ def _project(
             if projection is None:
                 projection = project(entry.structure, weight, moments=moments, sweeps=sweeps).to("cpu")
             work.save_projection(entry.name, entry.structure, sweeps, projection)
-        projections[entry.name] = projection
+        projections |= dict.fromkeys((entry.name, *([entry.tied] if entry.tied else [])), projection)
     return replace_(model, plan, init="project", moments=inputs or None, sweeps=sweeps, projections=projections)
 
 
