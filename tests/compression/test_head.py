@@ -10,6 +10,7 @@ import torch
 
 import buttress as bt
 import buttress.hf
+from buttress.compression.remainder import HeadShare
 from small_transformers import llama
 from toy_language import sentence, tokenizer
 
@@ -35,6 +36,17 @@ def test_the_head_is_chosen_on_request(folder: Path, tmp_path: Path) -> None:
     rows = {row.name: row for row in outcome.budget.rows}
     assert rows["lm_head"].cost_before == 32 * 96
     assert set(rows) == {"lm_head", *(row.name for row in without.budget.rows)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_share_of_the_head(tied: bool) -> None:
+    model = llama(tied=tied)
+    share = HeadShare.of(model)
+    assert (share.layers, share.embeddings) == (("lm_head",), ("model.embed_tokens",) if tied else ())
+    assert share.share_of_parameters == 32 * 96 / sum(p.numel() for p in model.parameters())
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert share.share_of_macs == 32 * 96 / linear
+    assert ("tied to model.embed_tokens" in share.line()) == tied
 
 
 @pytest.mark.parametrize("folder", [True], indirect=True)

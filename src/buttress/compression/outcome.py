@@ -102,6 +102,7 @@ def report_row(outcome: Outcome, options: CompressOptions) -> dict[str, Any]:
             "share_of_macs": remainder.unjudged_macs,
             "layers": [asdict(layer) for layer in remainder.unjudged],
         },
+        "head": asdict(remainder.head),
         "replaced_by_weights": [asdict(layer) for layer in remainder.by_weights],
         "structured_before": list(remainder.structured),
         "not_reached": [asdict(row) for row in outcome.report.unreached],
