@@ -37,6 +37,7 @@ AREAS = (
     "packed",
     "checkpoints",
     "transformers_folders",
+    "gguf_files",
     "timm_folders",
     "kills",
 )

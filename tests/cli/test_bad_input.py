@@ -146,6 +146,13 @@ CASES = {
         "compress {adapter} --out {out}",
         "compress {huge} --out {out}",
         "compress {impossible_timm} --out {out}",
+        "compress {gguf}/truncated.gguf --out {out}",
+        "compress {gguf}/text.gguf --out {out}",
+        "compress {gguf}/blocks.gguf --out {out}",
+        "compress {gguf}/width.gguf --out {out}",
+        "compress {gguf}/nothing.gguf --out {out}",
+        "compress {gguf} --out {out}",
+        "compress {gguf}/good.gguf --out {out} --calibrate {images}",
     ],
     "tokens": [
         "tokens",
@@ -229,10 +236,24 @@ def damage_models(root: Path) -> None:
     (damaged("pickled_weights") / "model.safetensors").rename(root / "pickled_weights" / "pytorch_model.bin")
     modules = [{"idx": 0, "path": "../model", "type": "sentence_transformers.models.Transformer"}]
     (damaged("outside_modules") / "modules.json").write_text(json.dumps(modules))
+    write_gguf_files(root / "gguf")
     for name, args in (("broken_timm", {"embed_dim": "wide"}), ("impossible_timm", {"embed_dim": 0})):
         folder = damaged(name)
         timm_config = {"architecture": "vit_tiny_patch16_224", "num_classes": 4, "model_args": args}
         (folder / "config.json").write_text(json.dumps(timm_config))
+
+
+def write_gguf_files(folder: Path) -> None:
+    """Write a GGUF file, and others with one fault each."""
+    from gguf_files import llama, write_gguf
+
+    folder.mkdir()
+    model = llama()
+    good = write_gguf(folder / "good.gguf", model)
+    (folder / "truncated.gguf").write_bytes(good.read_bytes()[:-5000])
+    (folder / "text.gguf").write_text("a text that ends in .gguf")
+    write_gguf(folder / "blocks.gguf", model, block_count=2**31)
+    write_gguf(folder / "width.gguf", model, embedding_length=2**30)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--cost", "money"), "--cost is macs, params or time, got 'money'"),
+        (("--cost", "money"), "--cost is macs, params, bytes, decode_ms, prefill_ms or time, got 'money'"),
         (("--plan", "/nowhere/plan.json"), "--plan /nowhere/plan.json cannot be read (No such file or directory)"),
         (("--plan", "/"), "--plan / cannot be read (Is a directory)"),
         (("--keep", "50"), "above 0 and at most 1; got 50.0"),
@@ -107,7 +107,7 @@ def _refuse_to_write(*arguments: object, **options: object) -> str:
     raise PermissionError(13, "Permission denied", "/read-only")
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(
+def test_a_full_disk_is_one_line_and_leaves_only_what_a_second_call_resumes_from(
     model: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save_pretrained(*arguments: object, **options: object) -> None:
@@ -116,7 +116,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", save_pretrained)
     done = invoke("compress", model, "--out", tmp_path / "out", *FAST)
     refused(done, "the compressed model cannot be written: I/O error: No space left on device")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".out.compress"]
 
 
 def test_an_error_that_nobody_foresaw_is_one_line(
@@ -165,7 +165,7 @@ def test_the_report_holds_all_options_and_versions(model: Path, text: Path, tmp_
     assert (report["format"], report["version"], report["source"]) == ("buttress-report", 1, "model")
     assert report["options"] == {
         "keep": 0.8, "candidates": ["low_rank(rank=2)"], "cost": "macs", "plan": None, "text": "lines.txt",
-        "images": None, "layers": None, "heal": 0, "lr": 3e-4, "heal_dtype": "float32",
+        "images": None, "layers": None, "head": False, "heal": 0, "lr": 3e-4, "heal_dtype": "float32",
         "sweeps": 4, "batch": 8, "length": 12,
         "calibration_batches": 64, "device": "cpu",
     }  # fmt: skip

@@ -46,7 +46,7 @@ def test_only_data_is_copied_and_the_rest_is_named(folder: Path, tmp_path: Path)
         ".git": "a file of another tool",
         ".gitattributes": "a file of another tool",
         "checkpoint-5/model.safetensors": "weights of another model",
-        "model.gguf": "neither text nor safetensors",
+        "model.gguf": "weights of the original model",
         "model.safetensors": "weights of the original model",
         "modeling.py": "code",
         "old.pkl": "neither text nor safetensors",

@@ -92,7 +92,7 @@ def test_a_healing_goes_on(gpt2: Path, text: Path, tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         compress(gpt2, tmp_path / "m", 0.5, tell=stop, **options)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.heal.pt", "whole"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.compress", ".m.heal.pt", "whole"]
     steps: list[int] = []
     again = compress(gpt2, tmp_path / "m", 0.5, tell=lambda what, i, n: steps.append(i) if "heal" in what else None,
                      **options)  # fmt: skip

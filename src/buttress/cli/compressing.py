@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,25 +15,36 @@ import buttress as bt
 from buttress.cli.options import Device, Json
 from buttress.cli.output import print_json, say
 from buttress.cli.progress import bars
+from buttress.compression.layer_options import PREFILL_TOKENS
 from buttress.compression.outcome import Outcome, Provenance
 from buttress.compression.pipeline import REPORT_FILE
 from buttress.compression.pipeline import compress as run_compress
 from buttress.compression.remainder import WIDTH, with_names, wrapped
+from buttress.compression.work_folder import duration, seconds_left
 from buttress.errors import first_line
-from buttress.integrations.model_card import loading_example
+from buttress.integrations.model_card import listed_types, loading_example
 from buttress.lab.runs.config import ConfigError
 from buttress.lab.training.devices import resolve_device
 from buttress.surgery import ReplacedRow
 from buttress.text_table import render, show
 
-_COSTS = {"macs": "MACs per token", "params": "parameters", "time": "milliseconds"}
+_COSTS = {
+    "macs": "MACs per token",
+    "params": "parameters",
+    "bytes": "bytes of weights",
+    "decode_ms": "milliseconds per token of decoding",
+    "prefill_ms": f"milliseconds per {PREFILL_TOKENS:,} tokens of prefill",
+    "time": "milliseconds",
+}
 """What is counted, by the value of --cost."""
 
 
 def compress(
     model: Annotated[
         str,
-        typer.Argument(help="Model folder of transformers, sentence-transformers or timm, or a hub id (org/name)."),
+        typer.Argument(
+            help="Model folder of transformers, sentence-transformers or timm, a GGUF file, or a hub id (org/name)."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write. It must not exist, or be empty.")],
     keep: Annotated[
@@ -49,7 +61,17 @@ def compress(
             "match wins. Default: all linear layers but the output head."
         ),
     ] = None,
-    cost: Annotated[str, typer.Option(help="Cost that --keep refers to: macs, params or time.")] = "macs",
+    head: Annotated[
+        bool,
+        typer.Option("--head", help="Also choose a structure for the output head, and for an embedding tied to it."),
+    ] = False,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="Cost that --keep refers to: macs, params, bytes, the measured decode_ms or prefill_ms, or time, "
+            "which takes --tokens and --card."
+        ),
+    ] = "macs",
     tokens: Annotated[int, typer.Option(help="With --cost time: tokens per forward pass.")] = 16384,
     card: Annotated[
         str | None,
@@ -84,14 +106,15 @@ def compress(
     `buttress compress ./minilm --keep 0.5 --calibrate sentences.txt --heal 500 --out ./minilm-half`
     """
     if cost not in _COSTS:
-        raise ConfigError(f"--cost is macs, params or time, got {cost!r}")
+        raise ConfigError(f"--cost is {', '.join(list(_COSTS)[:-1])} or time, got {cost!r}")
     text, images = _data_paths(calibrate or [])
     measure: Any = bt.timed(tokens, device=card or device) if cost == "time" else cost
     choosing: dict[str, Any] = {} if keep is None else {"keep": keep}
     options = bt.CompressOptions.from_keywords(
         {
-            "candidates": structure, "layers": layers, "cost": measure, "plan": _read_plan(plan), "text": text,
-            "images": images, "batch": batch, "length": length, "heal": heal, "lr": lr, "heal_dtype": heal_dtype,
+            "candidates": structure, "layers": layers, "head": head, "cost": measure, "plan": _read_plan(plan),
+            "text": text, "images": images, "batch": batch, "length": length, "heal": heal, "lr": lr,
+            "heal_dtype": heal_dtype,
             "device": resolve_device(device), **choosing,
         }
     )  # fmt: skip
@@ -128,10 +151,16 @@ def _run(model: str, out: Path, options: bt.CompressOptions) -> Outcome:
     with bars() as display:
         bar = display.add_task(stage, total=1, note="")
 
+        start, first = time.monotonic(), 0
+
         def show(name: str, done: int, total: int) -> None:
-            nonlocal stage
+            nonlocal stage, start, first
+            if name.partition(",")[0] != stage.partition(",")[0]:
+                start, first = time.monotonic(), done
             stage = name
-            display.update(bar, description=name, completed=done, total=total)
+            left = seconds_left(done - first, total - done, time.monotonic() - start)
+            note = "" if left is None else f"about {duration(left)} left"
+            display.update(bar, description=name, completed=done, total=total, note=note)
 
         try:
             return run_compress(model, out, replace(options, progress=show))
@@ -228,6 +257,8 @@ def _remarks(provenance: Provenance) -> list[str]:
     for reason, names in reasons.items():
         if reason not in ("weights of the original model", "a file of another tool"):
             remarks += with_names(f"not copied ({reason})", names)
+    if provenance.dequantized:
+        remarks += wrapped(f"quantized in the source, dequantized: {listed_types(provenance.dequantized)}")
     if provenance.missing:
         remarks += with_names("not in the weight files, random in the result as well", provenance.missing)
     if provenance.unreadable:

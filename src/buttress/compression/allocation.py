@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from buttress.compression.judgement import DenseLayer, reason_not_to_judge
@@ -31,9 +32,19 @@ from buttress.compression.output_effect import OutputEffect
 from buttress.compression.projection_store import ProjectionStore
 from buttress.compression.running import evaluating
 from buttress.errors import PlanError
-from buttress.inspection.sites import Site
+from buttress.inspection.sites import Site, tied_embeddings
 from buttress.surgery import Plan, PlanEntry, chosen_layers
 from buttress.text_table import render, show
+
+
+class LayerMemory(Protocol):
+    """Keeps what is known of the layers that were compared."""
+
+    layers: dict[str, dict[str, Any]]
+    """Plain data by layer name."""
+
+    def add_layer(self, name: str, row: Mapping[str, Any]) -> None:
+        """Keep what is known of one more layer."""
 
 
 class Curves(dict[str, list[Choice]]):
@@ -97,6 +108,7 @@ def curves(
     batches: Sequence[Any] = (),
     watch: Callable[[str, int, int], None] | None = None,
     projections: ProjectionStore | None = None,
+    memory: LayerMemory | None = None,
 ) -> Curves:
     """Compute the cost and the loss of every option for each layer, from which `budget` chooses.
 
@@ -110,7 +122,8 @@ def curves(
             Default: all families without sharing.
         moments: Second moments of layers' inputs, from `moments()`. With them, losses are those of the outputs on real
             inputs.
-        cost: "macs", "params", or a function of a structure (None for nn.Linear), d_in and d_out, such as `timed()`.
+        cost: "macs", "params", "bytes", the measured times "decode_ms" (of one token) or "prefill_ms" (of many), or a
+            function of a structure (None for nn.Linear), d_in and d_out, such as `timed()`.
         layers: Maps globs of layer names to whether they are included; the first match wins. A 1 × 1 convolution is
             included only by a glob that ends in its own name. Default: all linear layers but the output head.
         levels: Families are thinned to about this number of costs.
@@ -118,6 +131,7 @@ def curves(
             distance that `heal` uses. The layer's losses are scaled by it: some layers tolerate more than others.
         watch: Called with a layer's name, its number and the number of layers, before each layer.
         projections: A store for projections, so that those of the chosen plan need not be computed again.
+        memory: Keeps what is known of each layer, such as a `WorkFolder`. Layers that it knows are not compared again.
 
     Returns:
         The options of each layer, by name; the first is to stay dense. `unjudged` lists the layers that are left out,
@@ -132,7 +146,8 @@ def curves(
         >>> plan = bt.budget(options, keep=0.5).plan
     """
     sites = chosen_layers(model, layers)
-    price = cost_function(cost)
+    example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    price = cost_function(cost, device=example.device, dtype=example.dtype)
     candidates = None if candidates is None else list(candidates)
     comparison = _Comparison({} if moments is None else moments, price, projections)
     with evaluating(model), observable(sites.values()) as modules:
@@ -140,9 +155,14 @@ def curves(
         for index, (name, site) in enumerate(sites.items()):
             if watch:
                 watch(name, index, len(sites))
+            if memory is not None and comparison.restore(memory.layers.get(name)):
+                continue
             layer = comparison.options_of(site, candidates, levels)
             if effect and layer is not None and layer.typical:
-                comparison.weigh(site, effect.of(site, modules[name], *layer.typical))
+                embeddings = list(tied_embeddings(model, site).values())
+                comparison.weigh(site, effect.of(site, modules[name], *layer.typical, embeddings))
+            if memory is not None:
+                memory.add_layer(name, comparison.row(name))
     return comparison.curves()
 
 
@@ -178,6 +198,32 @@ class _Comparison:
         del self.options[site.name]
         reason = "the output that is compared does not depend on it" if effect == 0 else "the output is not finite"
         self.unjudged.append(DenseLayer.of(site, reason, self.moments))
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What is known of a layer, as plain data."""
+        choices = [[c.structure, c.cost_before, c.cost_after, c.loss] for c in self.options.get(name, ())]
+        unjudged = [asdict(layer) for layer in self.unjudged if layer.name == name]
+        refused = self.refused.get(name, {})
+        row = {"name": name, "choices": choices, "unjudged": unjudged, "refused": refused}
+        return row | {"effect": self.effects.get(name)}
+
+    def restore(self, row: Mapping[str, Any] | None) -> bool:
+        """Take over what was known of a layer; False if nothing was, or it cannot be read."""
+        try:
+            assert row is not None
+            choices = [Choice(row["name"], *values) for values in row["choices"]]
+            unjudged = [DenseLayer(**values) for values in row["unjudged"]]
+            effect, refused = row["effect"], dict(row["refused"])
+        except (AssertionError, KeyError, TypeError, ValueError):
+            return False
+        self.unjudged += unjudged
+        if choices:
+            self.options[row["name"]] = choices
+        if effect is not None:
+            self.effects[row["name"]] = float(effect)
+        if refused:
+            self.refused[row["name"]] = refused
+        return True
 
     def curves(self) -> Curves:
         if not self.options:

@@ -20,6 +20,12 @@ HELD_OUT_FRACTION = 0.1
 """Fraction of the data that is held out to measure quality."""
 MAX_EVAL_BATCHES = 64
 """Most batches on which quality is measured."""
+MAX_EVAL_OUTPUTS = 1 << 15
+"""Most outputs on which quality is measured: tokens of a language model, examples of any other."""
+VALIDATION_OUTPUTS = 1 << 13
+"""Most outputs by which the best step of healing is chosen, which is done several times."""
+EFFECT_OUTPUTS, EFFECT_BATCHES = 256, 2
+"""Outputs on which the effect of each layer's loss on the model's output is measured, and the most batches of them."""
 MIN_EXAMPLES = 20
 """Smallest number of examples that can be used."""
 
@@ -69,19 +75,30 @@ class CalibrationData(ABC):
 
         Healing does not learn from them, and quality is not measured on them.
         """
-        return self._batches(self.train[-self._validation_count :], count)
+        return self._batches(self.train[-self._validation_count :], count, VALIDATION_OUTPUTS)
 
     @property
     def _validation_count(self) -> int:
         return max(1, int(HELD_OUT_FRACTION * len(self.train)))
 
+    @property
+    def outputs_per_example(self) -> int:
+        """How many outputs are compared for one example."""
+        return 1
+
+    def effect_batches(self) -> list[Any]:
+        """A few batches to measure the effect of each layer on, which is done once for every layer."""
+        examples = self.train[: max(2, -(-EFFECT_OUTPUTS // self.outputs_per_example))]
+        starts = range(0, min(len(examples), EFFECT_BATCHES * self.batch), self.batch)
+        return [self.collate(examples[start : start + self.batch]) for start in starts]
+
     def held_out(self, count: int = MAX_EVAL_BATCHES) -> list[Any]:
         """Batches of held-out examples, at most that many."""
-        return self._batches(self.test, count)
+        return self._batches(self.test, count, MAX_EVAL_OUTPUTS)
 
-    def _batches(self, examples: Sequence[Any], count: int) -> list[Any]:
-        """Batches of the first examples, at most that many."""
-        limit = min(len(examples), count * self.batch)
+    def _batches(self, examples: Sequence[Any], count: int, outputs: int) -> list[Any]:
+        """Batches of the first examples, at most that many, and no more than needed for that many outputs."""
+        limit = min(len(examples), count * self.batch, max(self.batch, outputs // self.outputs_per_example))
         return [self.collate(examples[i : min(i + self.batch, limit)]) for i in range(0, limit, self.batch)]
 
     def lack(self) -> str | None:

@@ -13,12 +13,14 @@ from typing import Any
 
 from buttress.errors import PlanError
 
-WEIGHT_FILES = ("*.safetensors", "*.index.json")
+WEIGHT_FILES = ("*.safetensors", "*.index.json", "*.gguf")
 """Weights of the model itself, which the compressed ones replace."""
+TEXT_FILES = ("*.md", "LICENSE*", "NOTICE*")
+"""Texts for people, which are copied from beside a GGUF file: everything else is in it."""
 DATA_FILES = (
+    *TEXT_FILES,
     "*.json",
     "*.txt",
-    "*.md",
     "*.jinja",
     "*.model",
     "*.tiktoken",
@@ -26,8 +28,6 @@ DATA_FILES = (
     "*.bpe",
     "*.yaml",
     "*.yml",
-    "LICENSE*",
-    "NOTICE*",
 )
 """Configuration, vocabularies and texts. Nothing else is copied: no code, and nothing that is unpickled."""
 MAX_COPIED_BYTES = 1 << 30
@@ -68,14 +68,22 @@ class FolderFiles:
         source: The folder.
         inner: Path of the model's own files inside it.
         modules: Paths of other modules inside it, whose weights are copied, too.
+        copied: Patterns of the files to copy.
 
     Raises:
         PlanError: If a file that the model is loaded from is a link that leaves the folder, or there is too much to
             copy.
     """
 
-    def __init__(self, source: Path, inner: Path = Path(), modules: Collection[Path] = ()) -> None:
-        self.source, self.inner, self.modules = source, inner, frozenset(modules)
+    def __init__(
+        self,
+        source: Path,
+        inner: Path = Path(),
+        modules: Collection[Path] = (),
+        *,
+        copied: Collection[str] = DATA_FILES,
+    ) -> None:
+        self.source, self.inner, self.modules, self.patterns = source, inner, frozenset(modules), tuple(copied)
         root = source.resolve()
         self._roots = [root]
         if root.parent.name == "snapshots":
@@ -91,6 +99,21 @@ class FolderFiles:
             else:
                 self.left_out[path.as_posix()] = reason
         self._check()
+
+    @classmethod
+    def none(cls, file: Path) -> FolderFiles:
+        """No files to copy, for a model that is a single file: what lies beside it belongs to somebody else.
+
+        Args:
+            file: The model's file.
+
+        Returns:
+            Files that do not look at the file's folder.
+        """
+        files = cls.__new__(cls)
+        files.source, files.inner, files.modules, files.patterns = file.parent, Path(), frozenset(), ()
+        files._roots, files.copied, files.left_out = [], [], {}
+        return files
 
     def copy(self, target: Path) -> None:
         """Copy the files to another folder.
@@ -127,8 +150,10 @@ class FolderFiles:
             if path.parent == self.inner:
                 return "weights of the original model"
             return None if path.parent in self.modules else "weights of another model"
-        if any(fnmatch(path.name, pattern) for pattern in DATA_FILES):
+        if any(fnmatch(path.name, pattern) for pattern in self.patterns):
             return None
+        if any(fnmatch(path.name, pattern) for pattern in DATA_FILES):
+            return "the GGUF file holds it as well"
         return "code" if path.suffix == ".py" else "neither text nor safetensors"
 
     def _leaves(self, path: PurePath) -> bool:

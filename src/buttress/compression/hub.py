@@ -18,19 +18,19 @@ def local_folder(name: Path | str) -> Path:
     """The folder that a name stands for. A model of the hub is downloaded: safetensors and data files, no code.
 
     Args:
-        name: A folder, or the id of a model on the hub, such as "org/name".
+        name: A folder, a GGUF file, or the id of a model on the hub, such as "org/name".
 
     Returns:
-        The folder; for a model of the hub, its snapshot in the hub's cache.
+        The folder or the file; for a model of the hub, its snapshot in the hub's cache.
 
     Raises:
         PlanError: If there is no such folder, and the hub does not give such a model or cannot be reached.
     """
     folder = Path(name)
-    if folder.is_dir():
+    if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
     if folder.exists():
-        raise PlanError(f"{folder} is a file: give the model's folder")
+        raise PlanError(f"{folder} is a file: give the model's folder, or a GGUF file that ends in .gguf")
     if not HUB_ID.fullmatch(str(name)):
         raise PlanError(f"{folder} does not exist: give a model's folder, or the id of a model on the hub (org/name)")
     try:

@@ -99,6 +99,7 @@ def moments_of(
     *,
     run: Callable[[nn.Module, Any], object] | None = None,
     weigh: Callable[[Any], Tensor | None] | None = None,
+    is_enough: Callable[[float], bool] | None = None,
 ) -> InputMoments:
     """Measure the inputs of these layers, as `moments` does.
 
@@ -108,6 +109,8 @@ def moments_of(
         selected: The layers, by name.
         run: As for `moments`.
         weigh: As for `moments`.
+        is_enough: Called after each batch with the tokens per input that have reached every layer; whether to stop.
+            Default: all batches are taken.
 
     Returns:
         As for `moments`; empty if no batch reached any of the layers.
@@ -118,6 +121,8 @@ def moments_of(
             sums.weights = (weigh or mask_of)(batch)
             (run or call)(model, batch)
             sums.end_batch()
+            if is_enough is not None and is_enough(sums.fewest_tokens_per_input(selected)):
+                break
     means = sums.means()
     return InputMoments(
         {name: means[name] for name in selected if name in means},
@@ -150,6 +155,10 @@ class _MomentSums:
     def end_batch(self) -> None:
         """Release the batch's inputs."""
         self._by_input.clear()
+
+    def fewest_tokens_per_input(self, names: Iterable[str]) -> float:
+        """The least number of tokens per input that have reached one of these layers."""
+        return min((self.tokens[n] / len(self._sums[n]) if n in self._sums else 0.0 for n in names), default=0.0)
 
     def means(self) -> dict[str, Tensor]:
         """The moments of the layers that at least one token reached."""

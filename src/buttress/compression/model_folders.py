@@ -6,15 +6,19 @@ unpickled, and links that leave it are not followed.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from buttress.compression.calibration_data import CalibrationData, ImageData
 from buttress.compression.calibration_files import CalibrationFiles
-from buttress.compression.folder_files import FolderFiles, read_json
+from buttress.compression.folder_files import TEXT_FILES, FolderFiles, read_json
+from buttress.compression.transformers_data import Preprocessing
 from buttress.errors import PlanError
 from buttress.integrations.model_card import CARD_FILE, Library
 from buttress.integrations.plan_file import write_plan
@@ -40,6 +44,8 @@ class ModelFolder(ABC):
     """The folder's files."""
     missing: tuple[str, ...] = ()
     """Names of the model's tensors that the weight files do not hold, so that they have random values."""
+    quantized_types: Mapping[str, int] = MappingProxyType({})
+    """Number of tensors of each type that was quantized in the source and has been dequantized."""
 
     def __init__(self, source: Path, device: torch.device | str, data_files: CalibrationFiles | None = None) -> None:
         self.source, self.device, self.data_files = source, device, data_files
@@ -87,10 +93,10 @@ class ModelFolder(ABC):
 def open_model_folder(
     source: Path, device: torch.device | str, data_files: CalibrationFiles | None = None
 ) -> ModelFolder:
-    """Load the model in a folder with the library that its config.json belongs to.
+    """Load the model in a folder with the library that its config.json belongs to, or from a GGUF file.
 
     Args:
-        source: The folder.
+        source: The folder or the file.
         device: Device of the model.
         data_files: Text and images that the model is to be run on. Whether it can be is found out before it is loaded.
 
@@ -100,7 +106,13 @@ def open_model_folder(
     Raises:
         ButtressError: If the folder holds no such model, or the model cannot be run on these files.
     """
-    folder = (TimmFolder if _is_timm(source) else TransformersFolder)(source, device, data_files)
+    from buttress.compression.gguf_loading import gguf_file_of
+
+    folder: ModelFolder
+    if (file := gguf_file_of(source)) is not None:
+        folder = GgufFolder(source, device, data_files, file=file)
+    else:
+        folder = (TimmFolder if _is_timm(source) else TransformersFolder)(source, device, data_files)
     folder.load()
     return folder
 
@@ -170,6 +182,51 @@ class TransformersFolder(ModelFolder):
         with quiet():
             self.model.save_pretrained(folder / self.inner)
         write_plan(self.model, folder)
+
+
+class GgufFolder(TransformersFolder):
+    """A language model in a GGUF file, dequantized. Configuration and tokenizer come from the file as well.
+
+    Args:
+        source: The file, or the folder that holds it, whose texts are copied.
+        device: Device of the model.
+        data_files: Text for the model, or None.
+        file: The file.
+    """
+
+    library = "transformers"
+
+    def __init__(
+        self, source: Path, device: torch.device | str, data_files: CalibrationFiles | None = None, *, file: Path
+    ) -> None:
+        import buttress.integrations.transformers  # noqa: F401  (says what to install)
+        from buttress.compression import gguf_loading
+        from buttress.compression import transformers_loading as loading
+        from buttress.integrations.gguf_headers import read_gguf_header
+
+        ModelFolder.__init__(self, source, device, data_files)
+        self.inner, self.padded_configs = Path(), []
+        self.files = FolderFiles(source, copied=TEXT_FILES) if source.is_dir() else FolderFiles.none(source)
+        self.file, self.header = file, read_gguf_header(file)
+        self.quantized_types = self.header.quantized_types
+        self.cls, self.config = gguf_loading.gguf_config(file)
+        has_tokenizer = "tokenizer.ggml.model" in self.header.metadata
+        self.tokenizer = gguf_loading.gguf_tokenizer(file) if has_tokenizer else None
+        if data_files is not None:
+            loading.check_inputs(self.cls, data_files)
+            if self.tokenizer is None:
+                raise PlanError(f"{file} has no tokenizer, so text cannot be used: leave text out")
+        self.preprocessing = Preprocessing(copy.deepcopy(self.tokenizer))  # which may be given a padding token
+
+    def load(self) -> None:
+        from buttress.compression.gguf_loading import load_gguf
+
+        self.model, self.missing = load_gguf(self.file, self.header, self.cls, self.config, self.device)
+
+    def save_model(self, folder: Path) -> None:
+        super().save_model(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
 
 
 def _listed_modules(source: Path) -> tuple[Path, set[Path]]:

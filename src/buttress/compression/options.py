@@ -23,7 +23,7 @@ OnProgress = Callable[[str, int, int], None]
 
 HealingDtype = Literal["float32", "bfloat16"]
 
-CHOOSING = ("keep", "candidates", "cost", "layers")
+CHOOSING = ("keep", "candidates", "cost", "layers", "head")
 """Options by which a plan is chosen."""
 ALIASES = {"calibrate": "calibration_batches", "tell": "progress"}
 """Present names of keywords that `compress` had in version 0.1."""
@@ -36,7 +36,8 @@ class CompressOptions:
     Args:
         keep: Fraction of the linear layers' cost to keep.
         candidates: Structures to choose from, as for `curves`. Default: all families without sharing.
-        cost: Cost that `keep` refers to: "macs", "params", or a function such as `timed()`.
+        cost: Cost that `keep` refers to: "macs", "params", "bytes", "decode_ms" or "prefill_ms", as for `curves`, or a
+            function such as `timed()`.
         plan: A plan to follow instead of choosing one.
         text: A text file; an image folder counts as `images`. With data, layers are projected for the nearest outputs
             on it, and quality is measured on a part that is held out.
@@ -44,6 +45,8 @@ class CompressOptions:
         layers: Globs of the layers to choose among, the first match wins; one that starts with "!" leaves layers out.
             A 1 × 1 convolution is matched only by a glob that ends in its own name. Default: all linear layers but the
             output head.
+        head: Also choose a structure for the output head. An embedding that shares its weight is replaced with it, by
+            the same factors.
         heal: Steps of healing: distillation from the original model. The weights with the least distance from the
             original's outputs on validation data are kept; if those are the ones before it, healing is undone.
         lr: Learning rate of healing.
@@ -71,6 +74,7 @@ class CompressOptions:
     text: Path | str | None = None
     images: Path | str | None = None
     layers: Sequence[str] | None = None
+    head: bool = False
     heal: int = 0
     lr: float = 3e-4
     heal_dtype: HealingDtype = "float32"
@@ -132,7 +136,7 @@ class CompressOptions:
         """Why layers that are not among those to choose from stay dense."""
         if self.plan is not None:
             return "not in the plan"
-        return "the output head" if self.layers is None else "not selected"
+        return "the output head" if self.layers is None and not self.head else "not selected"
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> CompressOptions:

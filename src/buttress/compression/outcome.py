@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +14,7 @@ from buttress.compression.remainder import Remainder
 from buttress.integrations.model_card import Library
 from buttress.surgery import Plan, Report
 
-LIBRARIES = ("torch", "transformers", "timm", "safetensors")
+LIBRARIES = ("torch", "transformers", "timm", "safetensors", "gguf")
 """Libraries whose versions are reported."""
 
 
@@ -22,7 +23,7 @@ class Provenance:
     """Where a compressed model is from."""
 
     source: str
-    """Name of the original folder, or id of the model on the hub."""
+    """Name of the original folder or GGUF file, or id of the model on the hub."""
     library: Library
     """The library that loads it."""
     class_name: str
@@ -33,6 +34,8 @@ class Provenance:
     """Tensors of the model that its files do not hold, so that they have random values."""
     unreadable: tuple[str, ...]
     """Images that could not be read and were left out."""
+    dequantized: Mapping[str, int] = field(default_factory=dict)
+    """Number of tensors of each type that was quantized in the source and has been dequantized."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def report_row(outcome: Outcome, options: CompressOptions) -> dict[str, Any]:
         "source": outcome.provenance.source,
         "library": outcome.provenance.library,
         "class": outcome.provenance.class_name,
+        "dequantized": dict(outcome.provenance.dequantized),
         "options": options.to_row(),
         "versions": _versions(),
         "keep": options.keep,
@@ -98,6 +102,7 @@ def report_row(outcome: Outcome, options: CompressOptions) -> dict[str, Any]:
             "share_of_macs": remainder.unjudged_macs,
             "layers": [asdict(layer) for layer in remainder.unjudged],
         },
+        "head": asdict(remainder.head),
         "replaced_by_weights": [asdict(layer) for layer in remainder.by_weights],
         "structured_before": list(remainder.structured),
         "not_reached": [asdict(row) for row in outcome.report.unreached],

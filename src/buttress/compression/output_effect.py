@@ -35,7 +35,14 @@ class OutputEffect:
         self.references = [call(model, batch) for batch in batches]
 
     @torch.no_grad()
-    def of(self, site: Site, module: nn.Module, option: Draft, projection: Projection) -> float | None:
+    def of(
+        self,
+        site: Site,
+        module: nn.Module,
+        option: Draft,
+        projection: Projection,
+        embeddings: Sequence[nn.Embedding] = (),
+    ) -> float | None:
         """Distance of the model's output from the original output, divided by the layer's loss.
 
         Args:
@@ -43,6 +50,7 @@ class OutputEffect:
             module: The module that is called whenever the layer is applied.
             option: The option to put in the layer's place.
             projection: The option's factors.
+            embeddings: Embeddings that share the layer's weight, and are replaced with it.
 
         Returns:
             The effect; 0 if the output does not depend on the layer; None if no batch reached it.
@@ -56,7 +64,11 @@ class OutputEffect:
             reached = reached or x.numel() > 0
             return F.linear(computed_positions(x, site.stride), weight, bias).movedim(-1, -len(site.stride) - 1)
 
-        with removing(module.register_forward_hook(replaced, with_kwargs=True)):
+        def looked_up(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+            return F.embedding(arguments[0], weight).to(output.dtype)
+
+        hooks = [embedding.register_forward_hook(looked_up) for embedding in embeddings]
+        with removing(module.register_forward_hook(replaced, with_kwargs=True), *hooks):
             distances = [
                 float(self.loss(call(self.model, x), y, x)) for x, y in zip(self.batches, self.references, strict=True)
             ]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from buttress.compression.allocation import Budget, Curves, budget, curves
@@ -16,21 +20,24 @@ from buttress.compression.calibration_data import CalibrationData
 from buttress.compression.calibration_files import CalibrationFiles, read_calibration_files
 from buttress.compression.distillation import heal
 from buttress.compression.hub import local_folder
-from buttress.compression.input_moments import moments_of
+from buttress.compression.input_moments import InputMoments, moments_of
 from buttress.compression.judgement import DenseLayer
 from buttress.compression.model_folders import ModelFolder, open_model_folder
 from buttress.compression.options import CompressOptions
 from buttress.compression.outcome import Outcome, Provenance, report_row
 from buttress.compression.projection_store import ProjectionStore
 from buttress.compression.remainder import RemainderBefore, cannot_be_judged
+from buttress.compression.work_folder import LOG, ProgressLog, WorkFolder, fingerprint_of, work_folder_of
 from buttress.errors import ButtressError, PlanError, first_line
 from buttress.files import new_folder
-from buttress.inspection.sites import Site, find_sites
+from buttress.inspection.head import output_head
+from buttress.inspection.sites import Site, find_sites, tied_embeddings
 from buttress.integrations.model_card import model_card, write_card
-from buttress.surgery import Plan, Report, chosen_layers, replace_
+from buttress.projection.closed_form import Projection, project
+from buttress.surgery import Plan, PlanEntry, Report, chosen_layers, replace_
 
-EFFECT_BATCHES = 2
-"""Batches on which the effect of each layer's loss on the model's output is measured."""
+ENOUGH_TOKENS = 32
+"""Tokens per input of a layer after which calibration stops: more change the moments little."""
 HEALING_CHECK_BATCHES = 8
 """Batches on which healing must have helped; it does not learn from them."""
 REPORT_FILE = "buttress-report.json"
@@ -45,10 +52,12 @@ def compress(
     distilled from the original model for that many steps. Layers that calibration cannot judge stay dense. The new
     folder has the compressed weights, copies of the data files, a model card, the plan ("buttress-plan.json") and a
     report ("buttress-report.json"). It is written atomically. No code of the folder runs, and none is copied.
-    Interrupted healing resumes when `compress` is called again with the same arguments.
+    Interrupted at any stage, it resumes when it is called again with the same arguments: what was computed is in the
+    folder ".OUT.compress" next to `out`, with a log (log.txt), until it succeeds.
 
     Args:
-        folder: Model folder of transformers, sentence-transformers or timm, or the id of a model on the hub.
+        folder: Model folder of transformers, sentence-transformers or timm, a GGUF file or a folder that holds one, or
+            the id of a model on the hub. Quantized weights of a GGUF file are dequantized.
         out: The folder to write. It must not exist, or be empty.
         options: The options. A number stands for `CompressOptions(keep=number)`.
         **keywords: Fields of `CompressOptions`, instead of `options`.
@@ -73,8 +82,9 @@ def compress(
     data_files = read_calibration_files(settings.text, settings.images)
     checkpoint = target.with_name(f".{target.name}.heal.pt")
     try:
-        with new_folder(target) as part:
-            outcome = _compress(folder, part, checkpoint, data_files, settings)
+        with new_folder(target) as part, WorkFolder.opened(work_folder_of(target)) as work:
+            log = ProgressLog(work.folder / LOG, settings.progress)
+            outcome = _compress(folder, part, checkpoint, work, data_files, replace(settings, progress=log))
         checkpoint.unlink(missing_ok=True)
     except OSError as error:
         raise ButtressError(f"{target} cannot be written: {error.strerror or error} ({error.filename})") from error
@@ -98,6 +108,7 @@ def _compress(
     name: Path | str,
     part: Path,
     checkpoint: Path,
+    work: WorkFolder,
     data_files: CalibrationFiles | None,
     options: CompressOptions,
 ) -> Outcome:
@@ -109,19 +120,20 @@ def _compress(
     if data is not None:
         data.try_out(model)
     original, before = copy.deepcopy(model), RemainderBefore(model)
+    work.check(fingerprint_of(model, _settings_of_work(data_files, options)))
     clock.end("load")
     sites, inputs = _sites_to_judge(model, options), dict[str, Tensor]()
     if data is not None:
-        inputs = _calibrate(model, sites, data, options)
+        inputs = _calibrated(model, sites, data, work, options)
         clock.end("calibrate")
     plan, chosen, store = options.plan, None, ProjectionStore()
     if plan is None:
-        chosen = _choose(folder, data, inputs, store, options)
-        plan = chosen.plan
+        chosen = _choose(folder, data, inputs, store, work, options)
+        plan = _with_embeddings(chosen.plan, model)
         clock.end("choose")
     by_weights = cannot_be_judged(sites, [e.name for e in plan.entries], inputs)
     inputs = {name: inputs[name] for name in inputs if name not in {layer.name for layer in by_weights}}
-    report = _project(model, plan, inputs, store, options)
+    report = _project(model, plan, inputs, store, work, options)
     clock.end("project")
     healed = None
     if options.heal and data is not None:
@@ -138,22 +150,72 @@ def _compress(
 def _sites_to_judge(model: nn.Module, options: CompressOptions) -> dict[str, Site]:
     """The layers to choose among, or those that a given plan replaces."""
     if options.plan is None:
-        return chosen_layers(model, options.layer_rules() or None)
+        return chosen_layers(model, _layer_rules(model, options))
     sites = find_sites(model, convolutions=True)
     return {e.name: sites[e.name] for e in options.plan.entries if e.name in sites}
 
 
+def _layer_rules(model: nn.Module, options: CompressOptions) -> dict[str, bool] | None:
+    """The globs that select layers; None for all but the output head."""
+    rules = options.layer_rules()
+    if not options.head:
+        return rules or None
+    head = output_head(model).module_ids
+    names = [name for name, site in find_sites(model).items() if id(site.owner) in head]
+    if not names:
+        raise PlanError(f"{type(model).__name__} has no linear output head: leave head out")
+    others = rules or dict.fromkeys(chosen_layers(model, None), True)
+    return dict.fromkeys(names, True) | others
+
+
+def _with_embeddings(plan: Plan, model: nn.Module) -> Plan:
+    """A plan in which embeddings that share the weights of its layers share their factors as well."""
+    sites = find_sites(model, convolutions=True)
+    entries: list[PlanEntry] = []
+    for entry in plan.entries:
+        leader = next(iter(tied_embeddings(model, sites[entry.name])), None)
+        if leader is not None:
+            entries.append(PlanEntry(leader, entry.structure))
+        entries.append(replace(entry, tied=leader))
+    return Plan(tuple(entries))
+
+
+def _settings_of_work(files: CalibrationFiles | None, options: CompressOptions) -> dict[str, Any]:
+    """What moments, options of layers and projections depend on besides the model."""
+    from buttress import __version__
+
+    names = ("candidates", "cost", "layers", "head", "batch", "length", "calibration_batches", "device")
+    settings = {name: value for name, value in options.to_row().items() if name in names}
+    data = None if files is None else [hashlib.sha256(files.text.encode()).hexdigest(), *map(str, files.images)]
+    return settings | {"data": data, "versions": [__version__, torch.__version__]}
+
+
+def _calibrated(
+    model: nn.Module, sites: Mapping[str, Site], data: CalibrationData, work: WorkFolder, options: CompressOptions
+) -> InputMoments:
+    """The moments of an earlier call, or new ones."""
+    inputs = work.moments()
+    if inputs is None or {*inputs, *inputs.unreached} != set(sites):
+        inputs = _calibrate(model, sites, data, options)
+        work.save_moments(inputs)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return InputMoments({n: t.to(device) for n, t in inputs.items()}, inputs.tokens, inputs.unreached)
+
+
 def _calibrate(
     model: nn.Module, sites: Mapping[str, Site], data: CalibrationData, options: CompressOptions
-) -> dict[str, Tensor]:
-    count = options.calibration_batches
+) -> InputMoments:
+    count, done = options.calibration_batches, 0
 
-    def counted(batches: Iterable[Any]) -> Iterator[Any]:
-        for index, batch in enumerate(batches):
-            options.report("calibrating", index, count)
-            yield batch
+    def is_enough(tokens_per_input: float) -> bool:
+        nonlocal done
+        done += 1
+        needed = math.ceil(done * ENOUGH_TOKENS / tokens_per_input) if tokens_per_input else count
+        options.report("calibrating", done, max(done, min(count, needed)))
+        return tokens_per_input >= ENOUGH_TOKENS
 
-    return moments_of(model, counted(data.calibration_batches(count)), sites)
+    options.report("calibrating", 0, count)
+    return moments_of(model, data.calibration_batches(count), sites, is_enough=is_enough)
 
 
 def _choose(
@@ -161,6 +223,7 @@ def _choose(
     data: CalibrationData | None,
     inputs: Mapping[str, Tensor],
     store: ProjectionStore,
+    work: WorkFolder,
     options: CompressOptions,
 ) -> Budget:
     choices = curves(
@@ -168,10 +231,11 @@ def _choose(
         candidates=options.candidates,
         moments=inputs,
         cost=options.cost,
-        layers=options.layer_rules() or None,
-        batches=[] if data is None else list(data.calibration_batches(EFFECT_BATCHES)),
+        layers=_layer_rules(folder.model, options),
+        batches=[] if data is None else data.effect_batches(),
         watch=lambda name, done, total: options.report("choosing", done, total),
         projections=store,
+        memory=work,
     )
     choices = _without_random_layers(choices, folder)
     chosen = budget(choices, options.keep)
@@ -192,20 +256,30 @@ def _without_random_layers(choices: Curves, folder: ModelFolder) -> Curves:
 
 
 def _project(
-    model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], store: ProjectionStore, options: CompressOptions
+    model: nn.Module,
+    plan: Plan,
+    inputs: Mapping[str, Tensor],
+    store: ProjectionStore,
+    work: WorkFolder,
+    options: CompressOptions,
 ) -> Report:
-    """Replace the plan's layers, starting from the projections that the choice has stored."""
+    """Replace the plan's layers, starting from the projections that the choice or an earlier call has stored."""
     inputs = {e.name: inputs[e.name] for e in plan.entries if e.name in inputs}
     sweeps = options.sweeps if inputs else 0
     sites = find_sites(model, convolutions=True)
-    projections = {}
+    projections: dict[str, Projection] = {}
     for index, entry in enumerate(plan.entries):
         options.report("projecting", index, len(plan.entries))
-        if entry.name in store:
-            weight = sites[entry.name].read().weight
-            projection = store.finish(entry.name, entry.structure, weight, inputs.get(entry.name), sweeps)
-            if projection is not None:
-                projections[entry.name] = projection
+        if options.plan is not None or entry.name not in sites:
+            continue  # a given plan may say more than the structure; an embedding has the factors of its head
+        projection = work.projection(entry.name, entry.structure, sweeps)
+        if projection is None:
+            weight, moments = sites[entry.name].read().weight, inputs.get(entry.name)
+            projection = store.finish(entry.name, entry.structure, weight, moments, sweeps)
+            if projection is None:
+                projection = project(entry.structure, weight, moments=moments, sweeps=sweeps).to("cpu")
+            work.save_projection(entry.name, entry.structure, sweeps, projection)
+        projections |= dict.fromkeys((entry.name, *([entry.tied] if entry.tied else [])), projection)
     return replace_(model, plan, init="project", moments=inputs or None, sweeps=sweeps, projections=projections)
 
 
@@ -240,6 +314,7 @@ def _provenance(name: Path | str, folder: ModelFolder) -> Provenance:
         left_out=dict(folder.files.left_out),
         missing=folder.missing,
         unreadable=() if files is None else tuple(path.name for path in files.unreadable),
+        dequantized=dict(folder.quantized_types),
     )
 
 
@@ -258,6 +333,7 @@ def _save(folder: ModelFolder, part: Path, outcome: Outcome, options: CompressOp
         base_model=provenance.source,
         quality=outcome.quality,
         existing=folder.original_card(),
+        dequantized=provenance.dequantized,
     )
     write_card(part, card)
     (part / REPORT_FILE).write_text(json.dumps(report_row(outcome, options), indent=2) + "\n", encoding="utf-8")

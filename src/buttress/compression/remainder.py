@@ -10,13 +10,49 @@ from torch import Tensor, nn
 
 from buttress.compression.allocation import Budget
 from buttress.compression.judgement import DenseLayer, reason_not_to_judge
+from buttress.inspection.head import output_head
 from buttress.inspection.names import unique_modules
-from buttress.inspection.sites import Site, find_sites
+from buttress.inspection.sites import Site, find_sites, tied_embeddings
 from buttress.nn.structured import Structured
 from buttress.surgery import Plan
 
 WIDTH = 100
 """Most columns of the summary."""
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The output head of a model, the embeddings that share its weight, and their share of the model."""
+
+    layers: tuple[str, ...]
+    """Names of the head's linear layers."""
+    embeddings: tuple[str, ...]
+    """Names of the embeddings that share their weights."""
+    share_of_parameters: float
+    """Share of the model's parameters, from 0 to 1; a shared weight counts once."""
+    share_of_macs: float
+    """Share of the linear layers' multiply-accumulates per token, from 0 to 1."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> HeadShare:
+        """The share that the head of a model has before it is compressed."""
+        ids, sites = output_head(model).module_ids, find_sites(model)
+        heads = {name: site for name, site in sites.items() if id(site.owner) in ids}
+        rows = {name: DenseLayer.of(site, "") for name, site in sites.items()}
+        return cls(
+            layers=tuple(heads),
+            embeddings=tuple(name for site in heads.values() for name in tied_embeddings(model, site)),
+            share_of_parameters=sum(rows[n].params for n in heads) / max(sum(p.numel() for p in model.parameters()), 1),
+            share_of_macs=sum(rows[n].macs for n in heads) / max(sum(row.macs for row in rows.values()), 1),
+        )
+
+    def line(self) -> str:
+        """One line for people."""
+        tied = f", tied to {', '.join(self.embeddings)}" if self.embeddings else ""
+        return (
+            f"output head ({', '.join(self.layers)}{tied}): {self.share_of_parameters:.1%} of the model's parameters, "
+            f"{self.share_of_macs:.1%} of the linear layers' MACs"
+        )
 
 
 @dataclass(frozen=True)
@@ -37,6 +73,8 @@ class Remainder:
     """Parameters of all linear layers before."""
     linear_macs: int
     """Multiply-accumulates per token of all linear layers before."""
+    head: HeadShare = HeadShare((), (), 0.0, 0.0)
+    """The output head before, and its share of the model."""
 
     @property
     def unjudged_params(self) -> float:
@@ -66,7 +104,7 @@ class Remainder:
             lines += with_names("structured before, not changed", self.structured)
         for candidate, reason in {c: r for row in self.refused.values() for c, r in row.items()}.items():
             lines += wrapped(f"{candidate} does not fit some layers: {reason}")
-        return lines
+        return lines + (wrapped(self.head.line()) if self.head.layers else [])
 
     def _item(self, what: str, layers: Sequence[DenseLayer]) -> list[str]:
         share = sum(layer.params for layer in layers) / max(self.linear_params, 1)
@@ -84,6 +122,7 @@ class RemainderBefore:
         sites = find_sites(model, convolutions=True)
         self.layers = {name: DenseLayer.of(site, "") for name, site in sites.items()}
         self.by_name_only = {name for name, site in sites.items() if site.by_name_only}
+        self.head = HeadShare.of(model)
         self.structured = tuple(name for name, m in unique_modules(model) if isinstance(m, Structured))
 
     def after(
@@ -119,6 +158,7 @@ class RemainderBefore:
             refused={} if budget is None else budget.refused,
             linear_params=sum(layer.params for layer in layers.values()),
             linear_macs=sum(layer.macs for layer in layers.values()),
+            head=self.head,
         )
 
 

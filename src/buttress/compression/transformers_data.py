@@ -73,6 +73,10 @@ class TransformersData(CalibrationData):
             self.test, self.train = _paired(self.test, test), _paired(self.train, train)
             self.label += f" {files.image_folder.resolve()} {len(files.images)}"
 
+    @property
+    def outputs_per_example(self) -> int:
+        return self.length if self.causal else 1
+
     def _texts(self, content: str) -> list[Any]:
         """Blocks of tokens, or lines of text."""
         if not self.causal:

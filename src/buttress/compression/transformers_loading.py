@@ -133,7 +133,21 @@ def check_sizes(folder: Path, cls: Any, config: Any) -> None:
         raise ButtressError(
             f"the model in {folder} cannot be loaded: it has no safetensors files, and no other is read"
         )
-    shapes = saved_shapes(files)
+    check_parameters(folder, cls, config, saved_shapes(files))
+
+
+def check_parameters(source: Path, cls: Any, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a config asks for no more than was saved, before anything is allocated.
+
+    Args:
+        source: The model's folder or file, for messages.
+        cls: The model's class.
+        config: Its configuration.
+        shapes: Shapes of the saved tensors, by name.
+
+    Raises:
+        ButtressError: If the model cannot be built, or would be far larger.
+    """
     try:
         with limited_parameters(16 * len(shapes) + 1024), torch.device("meta"), quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -141,11 +155,13 @@ def check_sizes(folder: Path, cls: Any, config: Any) -> None:
     except ButtressError:
         raise
     except Exception as error:  # impossible sizes raise errors of many types
-        raise ButtressError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
+        raise ButtressError(f"the model in {source} cannot be loaded: {first_line(error)}") from error
     numbers = sum(prod(shape) for shape in shapes.values())
     asked = sum(parameter.numel() for parameter in model.parameters())
     if asked > max(SIZE_RATIO * numbers, SMALL_MODEL) and getattr(config, ATTRIBUTE, None) is None:
-        raise PlanError(f"config.json asks for {asked:,} parameters, but the weight files of {folder} hold {numbers:,}")
+        raise PlanError(
+            f"the configuration asks for {asked:,} parameters, but the weight files of {source} hold {numbers:,}"
+        )
 
 
 def load_model(folder: Path, cls: Any, config: Any, device: torch.device | str) -> tuple[Any, tuple[str, ...]]:
@@ -197,6 +213,34 @@ def load_preprocessing(folder: Path, cls: Any, config: Any, files: CalibrationFi
     """
     import transformers
 
+    check_inputs(cls, files)
+    with_text, with_images = files.text_file is not None, bool(files.images)
+    tokenizer = _load(transformers.AutoTokenizer, folder, "tokenizer") if with_text else None
+    if tokenizer is not None and not _has_vocabulary(folder, tokenizer):
+        raise PlanError(
+            f"{folder} has no tokenizer, so text cannot be used: add one (tokenizer.json), or leave text out"
+        )
+    image_processor = processor = None
+    if with_images:
+        image_processor = _load(transformers.AutoImageProcessor, folder, "image processor (preprocessor_config.json)")
+    if with_text and with_images and _has_places_for_images(config):
+        processor = _load(transformers.AutoProcessor, folder, "processor (processor_config.json)")
+        tokenizer = getattr(processor, "tokenizer", None)
+        if tokenizer is None:
+            raise PlanError(f"{folder} has no processor that puts images into text: add one (processor_config.json)")
+    return Preprocessing(tokenizer, image_processor, processor)
+
+
+def check_inputs(cls: Any, files: CalibrationFiles) -> None:
+    """Check that a model takes what these files give.
+
+    Args:
+        cls: The model's class.
+        files: The calibration files.
+
+    Raises:
+        PlanError: If it takes other inputs.
+    """
     main, accepted, name = cls.main_input_name, accepted_inputs(cls), cls.__name__
     if main not in ("input_ids", "pixel_values"):
         raise PlanError(
@@ -212,20 +256,6 @@ def load_preprocessing(folder: Path, cls: Any, config: Any, files: CalibrationFi
         raise PlanError(f"{name} needs input_ids: give a text file as well")
     if main == "pixel_values" and not with_images:
         raise PlanError(f"{name} needs pixel_values: give an image folder as well")
-    tokenizer = _load(transformers.AutoTokenizer, folder, "tokenizer") if with_text else None
-    if tokenizer is not None and not _has_vocabulary(folder, tokenizer):
-        raise PlanError(
-            f"{folder} has no tokenizer, so text cannot be used: add one (tokenizer.json), or leave text out"
-        )
-    image_processor = processor = None
-    if with_images:
-        image_processor = _load(transformers.AutoImageProcessor, folder, "image processor (preprocessor_config.json)")
-    if with_text and with_images and _has_places_for_images(config):
-        processor = _load(transformers.AutoProcessor, folder, "processor (processor_config.json)")
-        tokenizer = getattr(processor, "tokenizer", None)
-        if tokenizer is None:
-            raise PlanError(f"{folder} has no processor that puts images into text: add one (processor_config.json)")
-    return Preprocessing(tokenizer, image_processor, processor)
 
 
 def _load(auto: Any, folder: Path, what: str) -> Any:

@@ -292,3 +292,18 @@ def _module_named(model: nn.Module, name: str) -> nn.Module:
     if name not in by_name:
         raise PlanError(f"no module named {name!r}")
     return by_name[name]
+
+
+def tied_embeddings(model: nn.Module, site: Site) -> dict[str, nn.Embedding]:
+    """The embeddings that share the weight of a linear layer, as those of a tied output head do.
+
+    Args:
+        model: The model.
+        site: The layer.
+
+    Returns:
+        The embeddings by name.
+    """
+    weight = getattr(site.owner, "weight", None)
+    named = ((name, m) for name, m in unique_modules(model) if isinstance(m, nn.Embedding) and m is not site.owner)
+    return {name: m for name, m in named if weight is not None and m.weight is weight}

@@ -53,6 +53,7 @@ def model_card(
     base_model: str | None = None,
     quality: Mapping[str, tuple[float, float]] | None = None,
     existing: str | None = None,
+    dequantized: Mapping[str, int] | None = None,
 ) -> str:
     """The text of a README.md for a folder with a structured model.
 
@@ -62,6 +63,7 @@ def model_card(
         base_model: Hub id or folder of the original model.
         quality: Measured metrics by name, each with its value before and after.
         existing: The card of the original model. Its metadata are kept, and its text follows the new one.
+        dequantized: Number of the original's tensors of each quantized type, where it was quantized.
 
     Returns:
         Markdown with YAML front matter.
@@ -81,7 +83,7 @@ def model_card(
     sections = [
         _front_matter(_merged(metadata, library, base_model)),
         f"# {own_name}\n",
-        _summary(rows, base_model),
+        _summary(rows, base_model) + _dequantized(dequantized or {}),
         _loading(library),
         _quality(quality or {}),
         _layers(rows),
@@ -141,6 +143,27 @@ def _summary(rows: Report | Plan, base_model: str | None) -> str:
         f"A model in which {count} layers are structured matrices instead of dense ones, "
         f"written by buttress.{origin}{sizes}\n"
     )
+
+
+def _dequantized(types: Mapping[str, int]) -> str:
+    if not types:
+        return ""
+    return (
+        f"\nThe weights of the original were quantized ({listed_types(types)}) and have been dequantized: this model "
+        "starts from rounded weights, and stores unquantized ones.\n"
+    )
+
+
+def listed_types(types: Mapping[str, int]) -> str:
+    """Types of quantized tensors with their numbers, as text.
+
+    Args:
+        types: Number of tensors of each type.
+
+    Returns:
+        A list such as "Q4_1: 210 tensors, Q6_K: 1 tensor".
+    """
+    return ", ".join(f"{_cell(name)}: {count} tensor{'s' * (count > 1)}" for name, count in types.items())
 
 
 def _loading(library: Library) -> str:

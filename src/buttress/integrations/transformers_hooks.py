@@ -61,7 +61,12 @@ def _loading(original: Any) -> Any:
     @wraps(original)
     def from_pretrained(cls: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config")
-        if isinstance(config, PreTrainedConfig) and not is_ours(getattr(config, ATTRIBUTE, None)):
+        # Without a folder, the weights are given as a state dict.
+        if (
+            folder is not None
+            and isinstance(config, PreTrainedConfig)
+            and not is_ours(getattr(config, ATTRIBUTE, None))
+        ):
             _check_not_structured(Path(folder) / kwargs.get("subfolder", "") / "config.json")
         return original(cls, folder, *args, **kwargs)
 

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from buttress import ops
 from buttress.core.chain import Axes, Chain, Factor
 from buttress.core.chain_sum import AnyChain, ChainSum
 from buttress.core.scaling import init_std
@@ -36,6 +36,7 @@ from buttress.core.structures import Structure
 from buttress.errors import ChainError, ShapeError
 from buttress.ops.framing import by_part
 from buttress.ops.norms import balanced
+from buttress.projection.contraction import matrix
 from buttress.projection.refinement import moment_root, refine
 from buttress.projection.splitting import Cut, permuted, splits, truncated_svd
 from buttress.projection.sums import alternate, one_by_one
@@ -63,6 +64,10 @@ class Projection:
     relative_error: float
     output_error: float
 
+    def to(self, device: torch.device | str) -> Projection:
+        """A copy on another device."""
+        return replace(self, factors={name: t.to(device) for name, t in self.factors.items()})
+
 
 @dataclass(frozen=True)
 class Target:
@@ -77,6 +82,11 @@ class Target:
     weight: Tensor
     dtype: torch.dtype
     root: Tensor | None
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """The weight times `root`, or the weight itself without moments: what errors are relative to."""
+        return self.weight if self.root is None else self.weight @ self.root
 
     @classmethod
     def of(cls, weight: Tensor, moments: Tensor | None = None, damping: float = DAMPING) -> Target:
@@ -212,7 +222,7 @@ def closed_form(chain: AnyChain, target: Target) -> list[Tensor]:
         return one_by_one(chain, target.weight, lambda part, left: closed_form(part, replace(target, weight=left)))
     if target.root is None:
         return _nearest(chain, target.weight)
-    return _nearest_outputs(chain, target.weight, target.root)
+    return _nearest_outputs(chain, target, target.root)
 
 
 @torch.no_grad()
@@ -267,10 +277,10 @@ def finished(draft: Draft, target: Target) -> Projection:
         for part, own, _ in by_part(draft.chain, draft.tensors)
         for t in balanced(own, [init_std(f) for f in part.factors])
     ]
-    difference = ops.dense(draft.chain, tensors) - target.weight
+    difference = matrix(draft.chain, tensors) - target.weight
     error = output_error = _norm_ratio(difference, target.weight)
     if target.root is not None:
-        output_error = _norm_ratio(difference @ target.root, target.weight @ target.root)
+        output_error = _norm_ratio(difference @ target.root, target.outputs)
     factors = {f.name: t.to(target.dtype) for f, t in zip(draft.chain.factors, tensors, strict=True)}
     return Projection(factors, error, output_error)
 
@@ -285,12 +295,12 @@ def _has_one_block(chain: Chain) -> bool:
     return len(chain.factors) == 2 and first.blocks == first.shared == 1 and not (chain.window or first.regroup)
 
 
-def _nearest_outputs(chain: Chain, weight: Tensor, root: Tensor) -> list[Tensor]:
+def _nearest_outputs(chain: Chain, target: Target, root: Tensor) -> list[Tensor]:
     """The factors with the nearest outputs, optimal if inputs correlate only within the first factor's blocks.
 
     Where they correlate between blocks, the factors without moments are returned if their outputs are nearer.
     """
-    first = chain.factors[0]
+    first, weight = chain.factors[0], target.weight
     if chain.window or first.regroup:
         return _nearest(chain, weight)
     pad_in = chain.padding[0]
@@ -309,8 +319,8 @@ def _nearest_outputs(chain: Chain, weight: Tensor, root: Tensor) -> list[Tensor]
     tensors[0] = torch.linalg.solve_triangular(block_root, tensors[0], upper=False, left=False)
     if _has_one_block(chain):
         return tensors
-    outputs, without_moments = weight @ root, _nearest(chain, weight)
-    return min((tensors, without_moments), key=lambda t: _norm_ratio(ops.dense(chain, t) @ root - outputs, outputs))
+    outputs, without_moments = target.outputs, _nearest(chain, weight)
+    return min((tensors, without_moments), key=lambda t: _norm_ratio(matrix(chain, t) @ root - outputs, outputs))
 
 
 def _input_order(chain: Chain, axes: Axes, device: torch.device) -> Tensor:
@@ -331,7 +341,7 @@ def _nearest(chain: Chain, weight: Tensor) -> list[Tensor]:
     candidates = _peel(chain, chain.factors, tensor, axes)
     if not chain.coupled_bonds:
         return next(candidates)
-    return min(candidates, key=lambda tensors: _norm_ratio(ops.dense(chain, tensors) - weight, weight))
+    return min(candidates, key=lambda tensors: _norm_ratio(matrix(chain, tensors) - weight, weight))
 
 
 def _on_axes(chain: Chain, weight: Tensor) -> tuple[Tensor, Axes]:

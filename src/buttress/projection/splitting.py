@@ -16,7 +16,10 @@ Three splits are candidates:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +32,9 @@ from buttress.projection.diagonalization import diagonalizing_bases
 
 Halves = tuple[Tensor, Tensor]
 """The first factor, with the axes `Cut.first_axes`, and the rest, with the axes `Cut.rest_axes`."""
+
+Svd = tuple[Tensor, Tensor, Tensor]
+_LATEST: ContextVar[deque[tuple[Tensor, Svd]] | None] = ContextVar("latest decompositions", default=None)
 
 
 @dataclass(frozen=True)
@@ -158,10 +164,36 @@ def truncated_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """(left, right, root) with blocks ~ (left * root) @ (root * right), padded with zeros to the rank."""
     # torch decomposes larger matrices one after the other on a GPU, where the CPU is faster.
     on_cpu = blocks.is_cuda and len(blocks) > 1 and max(blocks.shape[1:]) > 32
-    u, s, vh = (t.to(blocks.device) for t in torch.linalg.svd(blocks.cpu() if on_cpu else blocks, full_matrices=False))
+    u, s, vh = (t.to(blocks.device) for t in _svd(blocks.cpu() if on_cpu else blocks))
     root = s[:, :rank].sqrt()
     missing = rank - root.shape[1]
     return F.pad(u[..., :rank], (0, missing)), F.pad(vh[:, :rank], (0, 0, 0, missing)), F.pad(root, (0, missing))
+
+
+@contextmanager
+def shared_svds(count: int = 2) -> Iterator[None]:
+    """Keep the latest decompositions during the block: structures that differ in rank alone truncate the same one.
+
+    Args:
+        count: How many to keep. A projection with moments alternates between two.
+    """
+    token = _LATEST.set(deque(maxlen=count))
+    try:
+        yield
+    finally:
+        _LATEST.reset(token)
+
+
+def _svd(blocks: Tensor) -> Svd:
+    latest = _LATEST.get()
+    for same, parts in latest or ():
+        if same.shape == blocks.shape and same.dtype == blocks.dtype and torch.equal(same, blocks):
+            return parts
+    result = torch.linalg.svd(blocks, full_matrices=False)
+    parts = result.U, result.S, result.Vh
+    if latest is not None:
+        latest.append((blocks, parts))
+    return parts
 
 
 def permuted(tensor: Tensor, axes: Axes, order: Axes) -> Tensor:
