@@ -58,7 +58,20 @@ from buttress.nn.split_linear import SplitLinear
 from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
-from buttress.surgery import GrowthReport, Plan, PlanEntry, Report, Unreached, densify_, grow_, replace_
+from buttress.surgery import (
+    AdapterReport,
+    GrowthReport,
+    Plan,
+    PlanEntry,
+    Report,
+    Unreached,
+    adapt_,
+    densify_,
+    grow_,
+    merge_,
+    replace_,
+    unadapt_,
+)
 from buttress.surgery.config_entry import add_saving_hook
 from buttress.surgery.matching import Match, match
 from buttress.version import __version__ as __version__
@@ -67,6 +80,7 @@ from buttress.version import __version__ as __version__
 add_saving_hook(lambda: import_module("buttress.hf"))
 
 __all__ = [
+    "AdapterReport",
     "Advice",
     "BLAST",
     "BTT",
@@ -113,6 +127,7 @@ __all__ = [
     "Sum",
     "TensorTrain",
     "Unreached",
+    "adapt_",
     "advise",
     "budget",
     "calibrate",
@@ -128,6 +143,7 @@ __all__ = [
     "init_std",
     "lr_multiplier",
     "match",
+    "merge_",
     "moments",
     "param_groups",
     "parse",
@@ -137,4 +153,5 @@ __all__ = [
     "structure",
     "structures",
     "timed",
+    "unadapt_",
 ]
