@@ -17,7 +17,7 @@ NAMES = {
     "Sum", "TensorTrain", "Unreached",
     "adapt_", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained", "graphed",
     "grow_",
-    "heal", "init_std", "lr_multiplier", "match", "merge_", "moments", "param_groups", "parse", "project", "replace_", "split",
+    "heal", "init_std", "load_adapter_", "lr_multiplier", "match", "merge_", "moments", "param_groups", "parse", "project", "replace_", "save_adapter", "split",
     "structure", "structures", "timed", "unadapt_",
 }  # fmt: skip
 OPTIM = {

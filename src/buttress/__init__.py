@@ -49,6 +49,7 @@ from buttress.errors import (
     ShapeError,
     StructureError,
 )
+from buttress.integrations.adapter_folder import load_adapter_, save_adapter
 from buttress.integrations.pretrained import from_pretrained
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.embedding import StructuredEmbedding
@@ -141,6 +142,7 @@ __all__ = [
     "grow_",
     "heal",
     "init_std",
+    "load_adapter_",
     "lr_multiplier",
     "match",
     "merge_",
@@ -149,6 +151,7 @@ __all__ = [
     "parse",
     "project",
     "replace_",
+    "save_adapter",
     "split",
     "structure",
     "structures",
