@@ -8,16 +8,18 @@ import pytest
 import buttress as bt
 
 NAMES = {
-    "AdapterReport", "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "ChainSum", "Choice",
+    "AdapterReport", "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "ChainSum",
+    "Choice",
     "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "GrowthReport",
     "Healing", "InputMoments",
     "Kronecker", "LowRank", "Match", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
     "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",
     "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear", "StructuredPointwiseConv",
     "Sum", "TensorTrain", "Unreached",
-    "adapt_", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained", "graphed",
-    "grow_",
-    "heal", "init_std", "load_adapter_", "lr_multiplier", "match", "merge_", "moments", "param_groups", "parse", "project", "replace_", "save_adapter", "split",
+    "adapt_", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained",
+    "graphed", "grow_",
+    "heal", "init_std", "load_adapter_", "lr_multiplier", "match", "merge_", "moments", "param_groups", "parse", "project",
+    "replace_", "save_adapter", "split",
     "structure", "structures", "timed", "unadapt_",
 }  # fmt: skip
 OPTIM = {
@@ -25,7 +27,7 @@ OPTIM = {
     "param_groups",
 }  # fmt: skip
 OPTIONAL = {
-    "buttress.hf": {"StructuredConfig", "adapted", "attach", "lora", "save"},
+    "buttress.hf": {"LoraExport", "StructuredConfig", "adapted", "attach", "export_lora", "lora", "save"},
     "buttress.vision": {"fill", "load", "model_args", "save"},
     "buttress.lab.diagnostics": {"Coordinate", "CoordinateCheck", "coordinate_check", "plot"},
 }
