@@ -8,8 +8,8 @@ import pytest
 import buttress as bt
 
 NAMES = {
-    "AdapterReport", "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "ChainSum",
-    "Choice",
+    "AdapterReport", "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError",
+    "ChainSum", "Choice",
     "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "GrowthReport",
     "Healing", "InputMoments",
     "Kronecker", "LowRank", "Match", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
@@ -18,8 +18,8 @@ NAMES = {
     "Sum", "TensorTrain", "Unreached",
     "adapt_", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained",
     "graphed", "grow_",
-    "heal", "init_std", "load_adapter_", "lr_multiplier", "match", "merge_", "moments", "param_groups", "parse", "project",
-    "replace_", "save_adapter", "split",
+    "heal", "init_std", "load_adapter_", "lr_multiplier", "match", "merge_", "moments", "param_groups", "parse",
+    "project", "replace_", "save_adapter", "split",
     "structure", "structures", "timed", "unadapt_",
 }  # fmt: skip
 OPTIM = {
