@@ -172,7 +172,7 @@ class Structured(nn.Module):
         """
         base = base_factor(self.chain)
         assert base is not None, f"{self.structure} is not an adapter"
-        last = {part.factors[-1].name for part in self.chain.parts}
+        zeros = {part.factors[-1].name for part in self.chain.parts}
         for f in self.chain.factors:
             if f is base:
                 tensor = weight.detach()[None]
@@ -180,7 +180,7 @@ class Structured(nn.Module):
                 tensor = torch.empty(f.shape, device=weight.device, dtype=dtype)
                 if drawn:
                     # Only the last-applied factor of a part is zero, so that the others learn from the second step on.
-                    tensor.zero_() if f.name in last else tensor.normal_(std=self.stds[f.name])
+                    tensor.zero_() if f.name in zeros else tensor.normal_(std=self.stds[f.name])
             self.factors[f.name] = nn.Parameter(tensor, not f.frozen)
 
     @torch.no_grad()
