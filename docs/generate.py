@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from generation import (
+    adapters,
     cifar,
     cifar_comparison,
     cifar_differences,
@@ -32,7 +33,7 @@ from generation.pages import PAGES
 DOCS = Path(__file__).parent
 TABLES: dict[str, Callable[[], str]] = (
     layer_speed.TABLES | cifar.TABLES | cifar_comparison.TABLES | gpt2.TABLES | compression.TABLES | growing.TABLES
-    | versions.TABLES | projection.TABLES | cifar_differences.TABLES
+    | versions.TABLES | projection.TABLES | cifar_differences.TABLES | adapters.TABLES
 )  # fmt: skip
 FIGURES = layer_speed.FIGURES | cifar.FIGURES | gpt2.FIGURES
 BLOCK = re.compile(r"(<!-- ([\w-]+) -->\n)(?:(?!<!-- [\w-]+ -->).)*?(<!-- end -->)", re.DOTALL)

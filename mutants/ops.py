@@ -204,8 +204,8 @@ MUTATIONS = (
     Mutation(
         "the bias of a sum is added once per part",
         "ops/__init__.py",
-        "_apply(part, x_rows, own, None, own_scales, recompute, impl)",
-        "_apply(part, x_rows, own, bias, own_scales, recompute, impl)",
+        "_apply(part, x_rows.to(own[0].dtype), own, None, own_scales, recompute, impl)",
+        "_apply(part, x_rows.to(own[0].dtype), own, bias, own_scales, recompute, impl)",
         ("tests/core/test_contract.py",),
     ),
     Mutation(

@@ -13,6 +13,9 @@ REPLACEMENT = (
 )
 EXCHANGE = ("tests/surgery/test_exchange.py", "tests/surgery/test_exchange_tied.py")
 DENSIFY = ("tests/surgery/test_densify.py", "tests/surgery/test_exchange_tied.py")
+ADAPTING = ("tests/surgery/test_adapting.py",)
+ADAPTER_FOLDER = ("tests/integrations/test_adapter_folder.py",)
+EXPORT = ("tests/integrations/test_peft_export.py",)
 PLAN = ("tests/surgery/test_plan.py", "tests/surgery/test_plan_embedding.py")
 REPORT = (
     "tests/surgery/test_report.py",
@@ -209,5 +212,117 @@ MUTATIONS = (
         "max(self.model_params_before, listed, 1)",
         "max(self.model_params_before, 1)",
         REPORT,
+    ),
+    Mutation(
+        "an adapter does not start at zero",
+        "nn/structured.py",
+        "tensor.zero_() if f.name in zeros else",
+        "tensor.zero_() if f.name not in zeros else",
+        ADAPTING,
+    ),
+    Mutation(
+        "an adapter's weight is copied",
+        "surgery/replacement.py",
+        "if (is_shared or len(sizes) > 1) and not initialization.dry_run else weight",
+        "if not initialization.dry_run else weight",
+        ADAPTING,
+    ),
+    Mutation(
+        "adapters of half precision stay in it",
+        "surgery/replacement.py",
+        "return self.dtype or torch.promote_types(weight.dtype, torch.float32)",
+        "return self.dtype or weight.dtype",
+        ADAPTING,
+    ),
+    Mutation(
+        "what is not an adapter stays trainable",
+        "surgery/adapting.py",
+        "p.requires_grad_(id(p) in adapters or id(p) in others or name in named)",
+        "p.requires_grad_(True)",
+        ADAPTING,
+    ),
+    Mutation(
+        "adapters added earlier are frozen",
+        "surgery/adapting.py",
+        "p.requires_grad_(id(p) in adapters or",
+        "p.requires_grad_((id(p) in adapters and not others) or",
+        ADAPTING,
+    ),
+    Mutation(
+        "frozen factors counted as trained",
+        "surgery/adapting.py",
+        "entry.structure.chain(linear.in_features, d_out).factors if not f.frozen)",
+        "entry.structure.chain(linear.in_features, d_out).factors)",
+        ADAPTING,
+    ),
+    Mutation(
+        "a merged weight is rounded twice",
+        "surgery/merging.py",
+        "(base + adapter_weight(layer)).to(base.dtype)",
+        "(base + adapter_weight(layer).to(base.dtype))",
+        ADAPTING,
+    ),
+    Mutation(
+        "merging turns every structured layer",
+        "surgery/merging.py",
+        "Turn(lambda layer: layer.base is not None, _merged)",
+        "Turn(lambda layer: True, lambda layer: nn.Parameter(layer.to_dense().detach(), False))",
+        ADAPTING,
+    ),
+    Mutation(
+        "an adapter that is not finite is merged",
+        "surgery/merging.py",
+        "if not all(bool(torch.isfinite(f).all())",
+        "if not all(True or bool(torch.isfinite(f).all())",
+        ADAPTING,
+    ),
+    Mutation(
+        "a checksum that does not notice order",
+        "integrations/base_checksums.py",
+        "chunk * (positions * 0x9E3779B97F4A7C1 + 0x5851F42D4C957F)",
+        "chunk * 0x9E3779B97F4A7C1",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
+        "an adapter is loaded onto other weights",
+        "integrations/adapter_folder.py",
+        "checksum(tensor) != digits",
+        'checksum(tensor) == ""',
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
+        "other trained parameters are not saved",
+        "integrations/adapter_folder.py",
+        "(factors | trained | buffers).items()",
+        "(factors | buffers).items()",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
+        "links out of an adapter's folder are followed",
+        "integrations/adapter_folder.py",
+        "if leaves(folder, file):",
+        "if False:",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
+        "adapters are loaded in the dtype of the model",
+        "integrations/structured_loader.py",
+        "if len(set(saved.values())) > 1:",
+        "if False:",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
+        "a LoRA with the scale of its rank",
+        "integrations/peft_export.py",
+        '"lora_alpha": rank,',
+        '"lora_alpha": 1,',
+        EXPORT,
+    ),
+    Mutation(
+        "the largest part of an export is cut off",
+        "integrations/peft_export.py",
+        "roots[:, None] * right[:kept]",
+        "roots[:, None] * right[-kept:]",
+        EXPORT,
     ),
 )

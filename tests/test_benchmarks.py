@@ -45,3 +45,35 @@ def test_versions_of_permute_and_bmm_equal_the_reference(permute_and_bmm, struct
         # The rows of the first factor may be in another order.
         torch.testing.assert_close(grads[1].sum(2), d_right.mT.sum(2))
         torch.testing.assert_close(grads[1].square().sum(2), d_right.mT.square().sum(2))
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import adapters
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return adapters
+
+
+@pytest.mark.parametrize(
+    "method", ["low_rank", "btt", "monarch", "tensor_train", "kronecker", "sum", "lora", "lokr", "oft"]
+)
+@pytest.mark.filterwarnings("ignore")  # of peft
+def test_adapters_have_the_parameters_of_lora_and_are_removed_again(adapters, method):
+    from small_transformers import llama
+
+    torch.manual_seed(0)
+    model = llama().requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    data = (torch.randint(96, (4, 16)), torch.randint(96, (2, 16)))
+    options = adapters.arguments().parse_args(["--rank", "12", "--steps", "2", "--device", "cpu"])
+    target = sum(12 * (m.in_features + m.out_features) for m in adapters.adapted_layers(model).values())
+    row = adapters.measure(model, method, 1e-2, data, options)
+    assert 0.02 * target < row["parameters"] <= target
+    assert row["loss_after"] != round(adapters.held_out_loss(model, data[1], 2), 4)
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -129,6 +129,7 @@ class TestReadme:
         ("how-to/choose-a-structure", 2),
         ("how-to/learning-rates", 4),
         ("how-to/grow-a-rank", 1),
+        ("how-to/adapt-a-model", 3),
     ],
 )
 def test_examples_run(page: str, least: int) -> None:

@@ -8,24 +8,26 @@ import pytest
 import buttress as bt
 
 NAMES = {
-    "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "ChainSum", "Choice",
+    "AdapterReport", "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError",
+    "ChainSum", "Choice",
     "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "GrowthReport",
     "Healing", "HealingLosses", "InputMoments",
     "Kronecker", "LowRank", "Match", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
     "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",
     "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear", "StructuredPointwiseConv",
     "Sum", "TensorTrain", "Unreached",
-    "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained", "graphed",
-    "grow_",
-    "heal", "init_std", "language_loss", "lr_multiplier", "match", "moments", "param_groups", "parse",
-    "project", "replace_", "split", "structure", "structures", "timed",
+    "adapt_", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained",
+    "graphed", "grow_",
+    "heal", "init_std", "language_loss", "load_adapter_", "lr_multiplier", "match", "merge_", "moments",
+    "param_groups", "parse", "project", "replace_", "save_adapter", "split",
+    "structure", "structures", "timed", "unadapt_",
 }  # fmt: skip
 OPTIM = {
     "QUINTIC", "Explanation", "Muon", "ParameterRow", "explain", "minimax_coefficients", "orthogonalize",
     "param_groups",
 }  # fmt: skip
 OPTIONAL = {
-    "buttress.hf": {"StructuredConfig", "adapted", "attach", "lora", "save"},
+    "buttress.hf": {"LoraExport", "StructuredConfig", "adapted", "attach", "export_lora", "lora", "save"},
     "buttress.vision": {"fill", "load", "model_args", "save"},
     "buttress.lab.diagnostics": {"Coordinate", "CoordinateCheck", "coordinate_check", "plot"},
 }

@@ -50,6 +50,7 @@ from buttress.errors import (
     ShapeError,
     StructureError,
 )
+from buttress.integrations.adapter_folder import load_adapter_, save_adapter
 from buttress.integrations.pretrained import from_pretrained
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.embedding import StructuredEmbedding
@@ -59,7 +60,20 @@ from buttress.nn.split_linear import SplitLinear
 from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
-from buttress.surgery import GrowthReport, Plan, PlanEntry, Report, Unreached, densify_, grow_, replace_
+from buttress.surgery import (
+    AdapterReport,
+    GrowthReport,
+    Plan,
+    PlanEntry,
+    Report,
+    Unreached,
+    adapt_,
+    densify_,
+    grow_,
+    merge_,
+    replace_,
+    unadapt_,
+)
 from buttress.surgery.config_entry import add_saving_hook
 from buttress.surgery.matching import Match, match
 from buttress.version import __version__ as __version__
@@ -68,6 +82,7 @@ from buttress.version import __version__ as __version__
 add_saving_hook(lambda: import_module("buttress.hf"))
 
 __all__ = [
+    "AdapterReport",
     "Advice",
     "BLAST",
     "BTT",
@@ -115,6 +130,7 @@ __all__ = [
     "Sum",
     "TensorTrain",
     "Unreached",
+    "adapt_",
     "advise",
     "budget",
     "calibrate",
@@ -129,15 +145,19 @@ __all__ = [
     "heal",
     "init_std",
     "language_loss",
+    "load_adapter_",
     "lr_multiplier",
     "match",
+    "merge_",
     "moments",
     "param_groups",
     "parse",
     "project",
     "replace_",
+    "save_adapter",
     "split",
     "structure",
     "structures",
     "timed",
+    "unadapt_",
 ]

@@ -118,3 +118,20 @@ class ChainSum:
 
 AnyChain = Chain | ChainSum
 """What a structure is at one size: a chain, or a sum of chains."""
+
+
+def base_factor(chain: AnyChain) -> Factor | None:
+    """The frozen factor that is a whole matrix of the chain's size, to which the other parts of an adapter are added.
+
+    Args:
+        chain: The chain of a layer.
+
+    Returns:
+        The factor; None if the chain is not that of an adapter: a sum with one such part and others that are trained.
+    """
+    whole = [
+        part.factors[0]
+        for part in chain.parts
+        if len(part.factors) == 1 and part.factors[0].frozen and part.factors[0].params == chain.d_in * chain.d_out
+    ]
+    return whole[0] if len(whole) == 1 and not all(f.frozen for f in chain.factors) else None

@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -21,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from buttress.errors import PlanError
 from buttress.inspection.sites import find_sites
-from buttress.integrations.weight_headers import Shapes, check_size, saved_shapes
+from buttress.integrations.weight_headers import Shapes, check_size, saved_dtypes, saved_shapes
 from buttress.nn.structured import Structured
 from buttress.surgery import Plan, PlanEntry
 from buttress.surgery.config_entry import LOADER, METHOD, record_plan
@@ -110,6 +111,7 @@ class _StructuredLoader(HfQuantizer):
         if plan.entries or not layers.entries:
             plan.apply_(model)
         check_weights(model, shapes)
+        _keep_adapter_dtypes(model, saved_dtypes(checkpoint_files or ()))
         if not hasattr(HfQuantizer, "get_new_dtype"):
             # Such versions of transformers do not cast tensors of quantized files that they rename; ours are plain.
             self.pre_quantized = False
@@ -159,6 +161,22 @@ def check_weights(model: PreTrainedModel, shapes: Shapes) -> None:
                 raise _misfit(key, parameter, layer, shape)
     _check_stored_forms(model, missing, unexpected)
     check_size(missing, shapes)
+
+
+def _keep_adapter_dtypes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Load the trained factors of an adapter in their own data type where it is not that of the frozen weight.
+
+    transformers casts what it reads to the data type of the parameter that is on the meta device.
+    """
+    provided = {name: key for key in dtypes for name in _translated(model, {key: ()})[0]} if dtypes else {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Structured) or layer.base is None:
+            continue
+        saved = {key: dtypes.get(provided.get(f"{name}.factors.{key}", "")) for key in layer.factors}
+        if len(set(saved.values())) > 1:
+            for key, parameter in layer.factors.items():
+                if parameter is not layer.base and (dtype := saved[key]) is not None:
+                    layer.factors[key] = nn.Parameter(parameter.to(dtype), parameter.requires_grad)
 
 
 def missing_weights(model: PreTrainedModel, shapes: Shapes) -> set[str]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -14,6 +15,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from buttress.errors import PlanError, first_line
 
 Shapes = dict[str, tuple[int, ...]]
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def saved_shapes(files: Iterable[Path | str]) -> Shapes:
@@ -40,6 +43,22 @@ def saved_shapes(files: Iterable[Path | str]) -> Shapes:
                 f"{file} cannot be read as a safetensors file ({first_line(error)}): save the model again"
             ) from None
     return shapes
+
+
+def saved_dtypes(files: Iterable[Path | str]) -> dict[str, torch.dtype]:
+    """The data type of every floating-point tensor in some files, which `saved_shapes` has read without an error.
+
+    Args:
+        files: The files.
+
+    Returns:
+        Data types by the names in the files.
+    """
+    names: dict[str, str] = {}
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            names |= {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118
+    return {key: _DTYPES[name] for key, name in names.items() if name in _DTYPES}
 
 
 def check_size(missing: Mapping[str, Iterable[int]], shapes: Shapes) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from buttress import ops
-from buttress.core.chain_sum import AnyChain
+from buttress.core.chain_sum import AnyChain, base_factor
 from buttress.core.growth import Growth, growth
 from buttress.core.structures import Structure, parse
 from buttress.errors import ButtressError, ReadOnlyError, ShapeError, StructureError
@@ -154,6 +154,34 @@ class Structured(nn.Module):
                 self.factors[f.name].normal_(std=self.stds[f.name])
         for gain in self.gains.values():
             gain.fill_(1.0)
+
+    @property
+    def base(self) -> nn.Parameter | None:
+        """For an adapter, the frozen matrix that the other parts are added to, of shape (1, d_out, d_in)."""
+        factor = base_factor(self.chain)
+        return None if factor is None else self.factors[factor.name]
+
+    @torch.no_grad()
+    def adapt_(self, weight: Tensor, dtype: torch.dtype, *, drawn: bool = True) -> None:
+        """Make an adapter of a weight: it takes the place of the frozen matrix, and the other parts start at zero.
+
+        Args:
+            weight: The weight, of shape (d_out, d_in), which is used as it is.
+            dtype: Data type of the other factors; they are on the weight's device.
+            drawn: Whether the other factors get values. Otherwise they are left empty, to be loaded.
+        """
+        base = base_factor(self.chain)
+        assert base is not None, f"{self.structure} is not an adapter"
+        zeros = {part.factors[-1].name for part in self.chain.parts}
+        for f in self.chain.factors:
+            if f is base:
+                tensor = weight.detach()[None]
+            else:
+                tensor = torch.empty(f.shape, device=weight.device, dtype=dtype)
+                if drawn:
+                    # Only the last-applied factor of a part is zero, so that the others learn from the second step on.
+                    tensor.zero_() if f.name in zeros else tensor.normal_(std=self.stds[f.name])
+            self.factors[f.name] = nn.Parameter(tensor, not f.frozen)
 
     @torch.no_grad()
     def assign(self, factors: Mapping[str, Tensor]) -> None:

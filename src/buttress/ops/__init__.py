@@ -8,6 +8,7 @@ cannot compute the result raises an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -57,7 +58,8 @@ def apply(
     """Multiply by a chain's matrix: y = x W^T + bias, where W is `dense(chain, factors)`.
 
     Autocast applies as it does for F.linear. The parts of a sum are computed one after the other, each by its own
-    fastest implementation, and added up.
+    fastest implementation, and added up. A part whose factors have another dtype than the first part's computes in its
+    own; the sum has that of the first.
 
     Args:
         chain: The chain, or the sum of chains.
@@ -104,7 +106,8 @@ def apply(
         first, *others = by_part(chain, factors, scales)
         y = _apply(first[0], x_rows, first[1], bias, first[2], recompute, impl)
         for part, own, own_scales in others:
-            y = y + _apply(part, x_rows, own, None, own_scales, recompute, impl)
+            # A part may be stored in a wider dtype than the first, such as the trained one next to a frozen one.
+            y = y + _apply(part, x_rows.to(own[0].dtype), own, None, own_scales, recompute, impl).to(y.dtype)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], chain.d_out)
 
 
@@ -157,7 +160,7 @@ def dense(chain: AnyChain, factors: Sequence[Tensor], *, impl: Impl | None = Non
         factors (blocks, d_out, d_in) each -> (chain.d_out, chain.d_in).
 
     Returns:
-        The matrix.
+        The matrix, in the dtype of the first factor.
 
     Example:
         >>> import buttress as bt
@@ -165,6 +168,9 @@ def dense(chain: AnyChain, factors: Sequence[Tensor], *, impl: Impl | None = Non
         >>> dense(chain, [torch.ones(1, 2, 2), torch.ones(1, 2, 2)]).shape
         torch.Size([4, 4])
     """
+    if len({f.dtype for f in factors}) > 1:
+        wide = reduce(torch.promote_types, (f.dtype for f in factors))
+        return dense(chain, [f.to(wide) for f in factors], impl=impl).to(factors[0].dtype)
     eye = torch.eye(chain.d_in, dtype=factors[0].dtype, device=factors[0].device)
     if autocast_dtype(eye) is None:
         return apply(chain, eye, factors, impl=impl).mT

@@ -18,31 +18,46 @@ from torch.autograd import forward_ad
 
 from buttress.core.chain import Chain
 from buttress.ops.bmm_layout import BmmFactor, BmmLayout
-from buttress.ops.framing import framed, read_window
+from buttress.ops.framing import framed, read_window, scaled_factors
 from buttress.ops.layouts import layouts_of
 
 
-@framed
-def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
-    """Apply a chain with one torch.bmm per factor.
+def apply(
+    chain: Chain,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    bias: Tensor | None,
+    scales: Sequence[Tensor] | None,
+    recompute: bool,
+) -> Tensor:
+    """Apply a chain with one torch.bmm per factor, or with F.linear where there is nothing to rearrange.
 
     Args:
         chain: The chain.
-        x: The input, padded.
+        x: The input.
         factors: The factors in order of application.
+        bias: Added to the result.
+        scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Compute the intermediates again in the backward pass instead of saving them.
 
     Shape:
-        (tokens, padded d_in) -> (tokens, padded d_out).
+        (tokens, d_in) -> (tokens, d_out).
 
     Returns:
-        The output, padded.
+        The output.
     """
+    if not layouts_of(chain).bmm.plain or any(chain.padding):
+        return _apply_blocks(chain, x, factors, bias, scales, recompute)
+    *first, last = factors if scales is None else scaled_factors(factors, scales)
+    for weight in first:
+        x = F.linear(x, weight[0])
+    return F.linear(x, last[0], bias)  # in half precision, the bias is added before the result is rounded
+
+
+@framed
+def _apply_blocks(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
+    """The padded output of a chain for a padded input."""
     layout = layouts_of(chain).bmm
-    if layout.plain:
-        for weight in factors:
-            x = F.linear(x, weight[0])
-        return x
     z = read_window(chain, x.reshape(-1, *layout.x_sizes))[0].flatten(1) if chain.window else x
     if (
         not torch.is_grad_enabled()

@@ -48,7 +48,7 @@ def rows(chain: AnyChain, factors: Sequence[Tensor], ids: Tensor, *, scales: Seq
             if own_scales is not None:
                 # The rows are scaled rather than the factors, which are larger.
                 part_entries = part_entries * reduce(mul, own_scales).to(part_entries.dtype)
-            entries = part_entries if entries is None else entries + part_entries
+            entries = part_entries if entries is None else entries + part_entries.to(entries.dtype)
     assert entries is not None
     return entries.reshape(*ids.shape, chain.d_in)
 

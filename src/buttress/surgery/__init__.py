@@ -1,15 +1,18 @@
 """Replacing linear layers and embeddings of a model in place, and turning them back."""
 
 from buttress.inspection.coverage import Unreached
+from buttress.surgery.adapting import AdapterReport, adapt_
 from buttress.surgery.choosing import chosen_layers
 from buttress.surgery.densify import densify_
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.growing import GrownRow, GrowthReport, grow_
+from buttress.surgery.merging import merge_, unadapt_
 from buttress.surgery.plan import Plan
 from buttress.surgery.replace import replace_
 from buttress.surgery.report import ReplacedRow, Report
 
 __all__ = [
+    "AdapterReport",
     "GrownRow",
     "GrowthReport",
     "Plan",
@@ -17,8 +20,11 @@ __all__ = [
     "ReplacedRow",
     "Report",
     "Unreached",
+    "adapt_",
     "chosen_layers",
     "densify_",
     "grow_",
+    "merge_",
     "replace_",
+    "unadapt_",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
 from buttress.surgery.config_entry import record_plan
 from buttress.surgery.torch_encoders import set_fused_path, structured_encoders
+
+_STRUCTURED_CLASSES = (SplitLinear, Structured, ProjectedAttention)
 
 
 def densify_(model: nn.Module) -> nn.Module:
@@ -42,35 +45,76 @@ def densify_(model: nn.Module) -> nn.Module:
         >>> model = densify_(model)
         >>> torch.save(model.state_dict(), "dense.pt")  # the keys of the original model
     """
-    structured_classes = (SplitLinear, Structured, ProjectedAttention)
-    if isinstance(model, structured_classes):
+    if isinstance(model, _STRUCTURED_CLASSES):
         raise PlanError("the model is itself one structured layer, which cannot be turned in place: use to_dense()")
+    return turn_dense_(model, Turn(lambda layer: True, _dense_weight))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which structured layers are turned into dense ones, and with which weights.
+
+    Attributes:
+        takes: Whether a layer is turned.
+        weight: Its dense weight, of shape (d_out, d_in).
+    """
+
+    takes: Callable[[Structured], bool]
+    weight: Callable[[Structured], nn.Parameter]
+
+    def takes_module(self, module: nn.Module) -> bool:
+        """Whether a layer is turned; one that was split is turned with all of its parts."""
+        if isinstance(module, SplitLinear):
+            return all(self.takes_module(part) for part in module.parts)
+        return isinstance(module, Structured) and self.takes(module)
+
+    def takes_attention(self, module: ProjectedAttention) -> bool:
+        """Whether nothing but dense projections would be left of an attention."""
+        own = [getattr(module, p) for p in PROJECTIONS]
+        return any(map(self.takes_module, own)) and all(isinstance(m, nn.Linear) or self.takes_module(m) for m in own)
+
+
+def turn_dense_(model: nn.Module, turn: Turn) -> nn.Module:
+    """Turn structured layers into dense layers of the classes that they replaced, in place.
+
+    Args:
+        model: The model to change.
+        turn: Which layers, and with which weights.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: If the model is wrapped for distributed training, or contains a structured layer that was compiled
+            by itself.
+    """
     check_not_wrapped(model)
     compiled = individually_compiled(model)
-    if any(isinstance(m, structured_classes) for m in model.modules() if id(m) in compiled):
+    if any(isinstance(m, _STRUCTURED_CLASSES) for m in model.modules() if id(m) in compiled):
         raise PlanError("a structured layer was compiled by itself, and the compiled code keeps it: compile afterwards")
     encoders = structured_encoders(model)
     tied = tied_modules(model)
-    _tie_weights(_put_dense_layers(model), tied)
+    _tie_weights(_put_dense_layers(model, turn), tied)
     declare_tied_weights(model)
     set_fused_path(encoders, allowed=True)
+    set_fused_path(structured_encoders(model), allowed=False)
     record_plan(model)
     return model
 
 
-def _put_dense_layers(model: nn.Module) -> dict[str, nn.Module]:
+def _put_dense_layers(model: nn.Module, turn: Turn) -> dict[str, nn.Module]:
     """Replace structured layers by dense ones; returns those that can be tied, by name."""
     dense_layers: dict[str, nn.Module] = {}
     handled_prefixes: tuple[str, ...] = ()
     for name, module in list(unique_modules(model)):
         if name.startswith(handled_prefixes):
             continue
-        if isinstance(module, ProjectedAttention):
+        if isinstance(module, ProjectedAttention) and turn.takes_attention(module):
             handled_prefixes += (f"{name}.",)
-            put_module(model, name, module.packed({p: _dense_linear(getattr(module, p)) for p in PROJECTIONS}))
-        elif isinstance(module, SplitLinear | Structured):
+            put_module(model, name, module.packed({p: _dense_linear(getattr(module, p), turn) for p in PROJECTIONS}))
+        elif isinstance(module, SplitLinear | Structured) and turn.takes_module(module):
             handled_prefixes += (f"{name}.",)
-            dense_layers[name] = _dense_layer(module)
+            dense_layers[name] = _dense_layer(module, turn)
             put_module(model, name, dense_layers[name])
     return dense_layers
 
@@ -84,11 +128,17 @@ def _tie_weights(dense_layers: Mapping[str, nn.Module], tied: Mapping[str, str])
                 follower.weight = leading.weight
 
 
-def _dense_layer(module: SplitLinear | Structured) -> nn.Module:
+def _dense_weight(module: Structured) -> nn.Parameter:
+    """The matrix of the factors, which is trainable if any of them is."""
+    trainable = any(f.requires_grad for f in module.factors.values())
+    return nn.Parameter(module.to_dense().detach().contiguous(), trainable)
+
+
+def _dense_layer(module: SplitLinear | Structured, turn: Turn) -> nn.Module:
     """The dense layer of the class that the module replaced."""
     if isinstance(module, StructuredEmbedding):
-        return _dense_embedding(module)
-    linear = _dense_linear(module)
+        return _dense_embedding(module, turn)
+    linear = _dense_linear(module, turn)
     if isinstance(module, StructuredPointwiseConv):
         return module.dense_conv(linear)
     if module.stands_for is None:
@@ -100,27 +150,24 @@ def _dense_layer(module: SplitLinear | Structured) -> nn.Module:
     return transposed.train(module.training)
 
 
-def _dense_embedding(module: StructuredEmbedding) -> nn.Embedding:
-    trainable = any(f.requires_grad for f in module.factors.values())
+def _dense_embedding(module: StructuredEmbedding, turn: Turn) -> nn.Embedding:
     table = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
-    table.weight = nn.Parameter(module.to_dense().detach().contiguous(), trainable)
+    table.weight = turn.weight(module)
     return table.train(module.training)
 
 
-def _dense_linear(module: nn.Module) -> nn.Linear:
+def _dense_linear(module: nn.Module, turn: Turn) -> nn.Linear:
     if isinstance(module, nn.Linear):
         return module
     if isinstance(module, SplitLinear):
-        return _fused_linear(module)
+        return _fused_linear(module, turn)
     assert isinstance(module, StructuredLinear)
-    trainable = any(f.requires_grad for f in module.factors.values())
-    weight = module.to_dense().detach().contiguous()
-    return linear_from_tensors(weight, module.bias, requires_grad=trainable).train(module.training)
+    return linear_from_tensors(turn.weight(module), module.bias).train(module.training)
 
 
-def _fused_linear(module: SplitLinear) -> nn.Linear:
+def _fused_linear(module: SplitLinear, turn: Turn) -> nn.Linear:
     """The parts as one layer, which is trainable if the first part is."""
-    parts = [_dense_linear(part) for part in module.parts]
+    parts = [_dense_linear(part, turn) for part in module.parts]
     weight = torch.cat([p.weight.detach() for p in parts])
     bias = None
     if parts[0].bias is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,13 +17,31 @@ from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import POINTWISE_CLASSES, StructuredPointwiseConv
 from buttress.nn.split_linear import SplitLinear
-from buttress.nn.structured import Structured
+from buttress.nn.structured import Structured, check_projectable
 from buttress.ops.norms import rms
 from buttress.projection.closed_form import Projection, project
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.report import ProjectionErrors, ReplacedRow, report_row
 
 Init = Literal["mup", "project"]
+
+
+@dataclass(frozen=True)
+class AdapterStart:
+    """How adapters start: with the dense weight as their frozen matrix.
+
+    Attributes:
+        dtype: Data type of the trained factors. None for the weight's own, or float32 where that has 16 bits, which
+            are too few to add up small steps.
+        drawn: Whether the trained factors get values; otherwise they are left empty, to be loaded.
+    """
+
+    dtype: torch.dtype | None = None
+    drawn: bool = True
+
+    def dtype_for(self, weight: Tensor) -> torch.dtype:
+        """Data type of the factors that are trained next to a weight."""
+        return self.dtype or torch.promote_types(weight.dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,7 @@ class Initialization:
         sweeps: Sweeps of the projection; None for its default.
         projections: Projections that were computed before, by layer name.
         dry_run: Whether modules are built on the meta device, for the report alone.
+        adapters: How adapters of the dense weights start, if that is what the new modules are.
     """
 
     project: bool = False
@@ -42,6 +62,7 @@ class Initialization:
     sweeps: int | None = None
     projections: Mapping[str, Projection] = field(default_factory=dict)
     dry_run: bool = False
+    adapters: AdapterStart | None = None
 
     @classmethod
     def checked(
@@ -117,12 +138,14 @@ def build_replacements(
         PlanError: If a layer cannot be replaced as its entry says.
     """
     built: dict[str, Replacement] = {}
+    holders = Counter(id(sites[entry.name].weight) for entry in entries if entry.tied is None)
+    shared = {*remaining, *(weight for weight, count in holders.items() if count > 1)}
     for entry in sorted(entries, key=lambda e: e.tied is not None):  # leaders before their followers
         site = sites[entry.name]
         try:
             _check_replaceable(model, site, remaining)
             if entry.tied is None:
-                built[entry.name] = build(site, entry, initialization)
+                built[entry.name] = build(site, entry, initialization, is_shared=id(site.weight) in shared)
             else:
                 built[entry.name] = build_tied(site, entry, built[entry.tied], initialization)
         except ButtressError as error:
@@ -130,13 +153,14 @@ def build_replacements(
     return [built[entry.name] for entry in entries]
 
 
-def build(site: Site, entry: PlanEntry, initialization: Initialization) -> Replacement:
+def build(site: Site, entry: PlanEntry, initialization: Initialization, *, is_shared: bool = False) -> Replacement:
     """Build the module, in parts where the entry says so, that replaces one layer.
 
     Args:
         site: The layer.
         entry: How it is replaced.
         initialization: How the weights are initialized.
+        is_shared: Whether other layers hold the weight, too: an adapter then gets a copy.
 
     Returns:
         The replacement. The bias of a layer in one piece stays the same Parameter, in case it is shared.
@@ -147,7 +171,11 @@ def build(site: Site, entry: PlanEntry, initialization: Initialization) -> Repla
     parts: list[nn.Module] = []
     rows = []
     for i, (weight, bias) in enumerate(zip(weights, _split_bias(linear.bias, sizes), strict=True)):
-        layer, errors = _build_part(site, entry, i, weight, initialization)
+        if initialization.adapters is None:
+            layer, errors = _build_part(site, entry, i, weight, initialization)
+        else:
+            own = weight.clone() if (is_shared or len(sizes) > 1) and not initialization.dry_run else weight
+            layer, errors = _adapter(site, entry, i, own, initialization), ProjectionErrors()
         if not linear.weight.requires_grad and not any(f.frozen for f in layer.chain.factors):
             # A structure with frozen factors says itself what is trained.
             for parameters in (layer.factors, layer.gains):
@@ -239,6 +267,17 @@ def _build_part(
     # The start recorded in the plan does not apply to a projected module.
     layer = _new_module(site, replace(entry, zero_init=None, std=None), part, weight, device)
     return layer, _project_into(layer, weight, entry.name, initialization)
+
+
+def _adapter(site: Site, entry: PlanEntry, part: int, weight: Tensor, initialization: Initialization) -> Structured:
+    """The adapter of one part, without its bias, around the weight itself."""
+    check_projectable(weight)
+    assert initialization.adapters is not None
+    layer = _new_module(site, entry, part, weight, "meta")
+    if not initialization.dry_run:
+        start = initialization.adapters
+        layer.adapt_(weight, start.dtype_for(weight), drawn=start.drawn)
+    return layer
 
 
 def _new_module(site: Site, entry: PlanEntry, part: int, weight: Tensor, device: torch.device | str) -> Structured:

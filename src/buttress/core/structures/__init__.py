@@ -10,7 +10,7 @@ from buttress.core.structures.kronecker import Kronecker
 from buttress.core.structures.low_rank import LowRank
 from buttress.core.structures.monarch import Monarch
 from buttress.core.structures.sizes import split
-from buttress.core.structures.sum import Sum
+from buttress.core.structures.sum import Sum, adapter
 from buttress.core.structures.tensor_train import TensorTrain
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Structure",
     "Sum",
     "TensorTrain",
+    "adapter",
     "parse",
     "split",
     "structure",

@@ -6,6 +6,7 @@ from itertools import count
 from buttress.core.chain_sum import AnyChain, ChainSum
 from buttress.core.structures.base import Structure, parse, structure
 from buttress.core.structures.btt import BTT
+from buttress.core.structures.dense import Dense
 from buttress.core.structures.low_rank import LowRank
 from buttress.errors import StructureError, quoted
 
@@ -56,3 +57,26 @@ class Sum(Structure):
             prefixes = (f"{part.name}_{n}" if n > 1 else part.name for n in count(1))
             chains[next(p for p in prefixes if p not in chains)] = part.chain(d_in, d_out)
         return ChainSum.of(chains)
+
+
+def adapter(structure: Structure) -> Sum:
+    """An adapter: a frozen dense matrix, which comes first, plus the structure that is trained.
+
+    Args:
+        structure: What is added to the matrix. A sum that has the frozen matrix already keeps the one.
+
+    Returns:
+        The sum.
+
+    Raises:
+        StructureError: If the structure is the frozen matrix alone, which trains nothing, or has too many parts.
+
+    Example:
+        >>> str(adapter(LowRank(rank=8)))
+        'sum(dense(frozen=True), low_rank(rank=8))'
+    """
+    base = Dense(frozen=True)
+    trained = [part for part in (structure.parts if isinstance(structure, Sum) else (structure,)) if part != base]
+    if not trained:
+        raise StructureError(f"{structure} trains nothing: give the structure that is added, such as LowRank(rank=8)")
+    return Sum(base, *trained)

@@ -1,0 +1,259 @@
+"""save_adapter and load_adapter_: adapters in a folder of their own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import buttress as bt
+
+pytest.importorskip("safetensors")
+pytest.importorskip("transformers")
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from buttress import hf
+from buttress.integrations.base_checksums import base_tensors, checksum
+from small_transformers import TOKENS, bert, gpt2, llama, tied
+
+DESCRIPTION, WEIGHTS = "buttress-adapter.json", "buttress-adapter.safetensors"
+PLANS: dict[str, Any] = {
+    "gpt2": {"*.c_attn": "monarch(blocks=4)", "*.mlp.*": "low_rank(rank=2)"},
+    "llama": "btt(rank=2)",
+    "tied": {"model.embed_tokens": "low_rank(rank=2)", "lm_head": "low_rank(rank=2)", "*_proj": "kronecker"},
+    "bert": "sum(low_rank(rank=1), btt)",
+}
+
+
+def outputs(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def tune(model: nn.Module, steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW(bt.param_groups(model, 1e-2))
+    for _ in range(steps):
+        model(TOKENS).logits.float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """The parameters in another dtype; transformers keeps its buffers, the frequencies of positions, in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def adapted(build: Callable[[], Any], plan: Any, **options: Any) -> tuple[Any, Any]:
+    """A model, and its copy with adapters that were trained."""
+    torch.manual_seed(0)
+    base = build().eval()
+    model = copy.deepcopy(base)
+    bt.adapt_(model, plan, **options)
+    tune(model)
+    return base, model
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, tied, bert])
+def test_an_adapter_loads_to_the_same_outputs(build: Callable[[], Any], tmp_path: Path) -> None:
+    base, model = adapted(build, PLANS[build.__name__])
+    assert bt.save_adapter(model, tmp_path / "a") == tmp_path / "a"
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [DESCRIPTION, WEIGHTS]
+    saved = sum(t.numel() for t in load_file(tmp_path / "a" / WEIGHTS).values())
+    assert saved == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    state = torch.random.get_rng_state()
+    report = bt.load_adapter_(base, tmp_path / "a")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert report is not None
+    assert report.params_trained == saved
+    assert torch.equal(outputs(base), outputs(model))
+    assert {n for n, p in base.named_parameters() if p.requires_grad} == {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }
+    tune(model)
+    bt.save_adapter(model, tmp_path / "b")
+    assert bt.load_adapter_(base, tmp_path / "b") is None, "values alone, the layers are there"
+    assert torch.equal(outputs(base), outputs(model))
+
+
+def test_what_else_is_trained_is_saved_too(tmp_path: Path) -> None:
+    base, model = adapted(bert, "btt", train=["classifier.*", "*.attention.*.bias"], split={"*.dense": 2})
+    with torch.no_grad():
+        model.classifier.weight.add_(1)
+    bt.save_adapter(model, tmp_path / "a")
+    bt.load_adapter_(base, tmp_path / "a")
+    assert torch.equal(outputs(base), outputs(model))
+    trained = {n for n, p in base.named_parameters() if p.requires_grad}
+    assert trained == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert "classifier.weight" in trained
+
+
+def test_statistics_and_projections_of_torch(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.attn = nn.BatchNorm1d(8), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.mix, self.conv = nn.Linear(8, 8), nn.Conv1d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x.mT).mT
+            return self.mix(self.conv(self.attn(x, x, x)[0].mT).mT)
+
+    torch.manual_seed(0)
+    base = Model()
+    model, x = copy.deepcopy(base), torch.randn(2, 3, 8)
+    bt.adapt_(model, {"attn.[qv]_proj": "btt", "conv": "low_rank(rank=2)", "mix": "kronecker"})
+    model(x).sum().backward()
+    with torch.no_grad():
+        model.mix.factors["kronecker_L"].add_(0.1)
+    bt.save_adapter(model, tmp_path / "a")
+    bt.load_adapter_(base, tmp_path / "a")
+    torch.testing.assert_close(base.eval()(x), model.eval()(x), rtol=0, atol=0)
+
+
+def test_a_base_in_half_precision(tmp_path: Path) -> None:
+    base, model = adapted(lambda: cast(llama(), torch.bfloat16), "btt")
+    bt.save_adapter(model, tmp_path / "a")
+    wide = copy.deepcopy(base).float()
+    with pytest.raises(
+        bt.PlanError, match=r"is torch.float32, the adapter was trained on 'torch.bfloat16'.*strict=False"
+    ):
+        bt.load_adapter_(wide, tmp_path / "a")
+    bt.load_adapter_(wide, tmp_path / "a", strict=False)
+    bt.load_adapter_(base, tmp_path / "a")
+    assert {p.dtype for p in base.parameters() if p.requires_grad} == {torch.float32}
+    assert torch.equal(outputs(base), outputs(model))
+    torch.testing.assert_close(outputs(wide), outputs(model).float(), rtol=0.1, atol=0.1)
+
+
+def test_another_base_is_refused_and_left_alone(tmp_path: Path) -> None:
+    base, model = adapted(llama, "btt")
+    bt.save_adapter(model, tmp_path / "a")
+    other = copy.deepcopy(base)
+    with torch.no_grad():
+        other.model.norm.weight[3] += 1e-6
+    names = list(other.state_dict())
+    with pytest.raises(bt.PlanError, match=r"^model\.norm\.weight has other values than when the adapter was trained"):
+        bt.load_adapter_(other, tmp_path / "a")
+    with pytest.raises(bt.PlanError, match="the plan names a layer that the model does not have"):
+        bt.load_adapter_(gpt2(), tmp_path / "a")
+    assert list(other.state_dict()) == names
+    assert all(p.requires_grad for p in other.parameters())
+    bt.load_adapter_(other, tmp_path / "a", strict=False)
+    different = copy.deepcopy(base)
+    bt.adapt_(different, "low_rank(rank=1)")
+    with pytest.raises(bt.PlanError, match="has other adapters already"):
+        bt.load_adapter_(different, tmp_path / "a")
+
+
+def test_checksums_notice_any_change_and_names_are_those_without_adapters() -> None:
+    values = torch.randn(40, 30)
+    digits = checksum(values)
+    assert checksum(values.T.contiguous().T) == digits
+    moved, changed = values.clone(), values.clone()
+    moved[[0, 1]] = moved[[1, 0]]
+    changed[7, 7] = torch.nextafter(changed[7, 7], torch.tensor(9.0))
+    assert len({digits, checksum(moved), checksum(changed), checksum(values.bfloat16())}) == 4
+    for build in (gpt2, bert):
+        base, model = adapted(build, "btt")
+        plain, found = dict(base_tensors(base)), dict(base_tensors(model))
+        assert plain.keys() == found.keys() == dict(base.named_parameters(remove_duplicate=False)).keys()
+        assert all(torch.equal(plain[n], found[n]) for n in plain)
+
+
+def test_nothing_to_save(tmp_path: Path) -> None:
+    with pytest.raises(bt.PlanError, match="no adapters to save"):
+        bt.save_adapter(llama(), tmp_path / "a")
+    _, model = adapted(llama, "btt")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(bt.PlanError, match="exists already"):
+        bt.save_adapter(model, tmp_path / "full")
+    normalized = nn.Sequential(nn.Linear(8, 8))
+    bt.replace_(normalized, {"0": "sum(dense(frozen=True), btt)"}, init="project", normalize=True)
+    with pytest.raises(bt.PlanError, match="normalize=True cannot be saved alone"):
+        bt.save_adapter(normalized, tmp_path / "n")
+
+
+def _edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        data = json.loads((folder / DESCRIPTION).read_text())
+        change(data)
+        (folder / DESCRIPTION).write_text(json.dumps(data))
+
+    return edit
+
+
+def _grow(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({n: torch.zeros(2, *t.shape[1:]) for n, t in tensors.items()}, folder / WEIGHTS)
+
+
+def _link(folder: Path) -> None:
+    outside = folder.parent / "elsewhere"
+    os.replace(folder / WEIGHTS, outside)
+    (folder / WEIGHTS).symlink_to(outside)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / WEIGHTS).unlink(), "there is no buttress-adapter.safetensors"),
+        (lambda f: (f / WEIGHTS).write_bytes(b"no tensors"), "cannot be read as a safetensors file"),
+        (lambda f: (f / DESCRIPTION).write_text("{"), "is not the description of an adapter"),
+        (lambda f: (f / DESCRIPTION).write_text("[" * 100_000), "is not the description of an adapter"),
+        (_edit(lambda d: d.update(version=9)), "version 9"),
+        (_edit(lambda d: d.pop("base")), "'base' is missing"),
+        (_edit(lambda d: d.update(parameters=["lm_head.weight"])), "'lm_head.weight' needs the shape .* it is missing"),
+        (_edit(lambda d: d.update(parameters=["nowhere"])), "trains 'nowhere', which the model does not have"),
+        (_edit(lambda d: d.update(buffers=[1])), "1 is no text"),
+        (_edit(lambda d: d["plan"]["layers"][0].update(structure="btt")), "is not an adapter, which has one frozen"),
+        (
+            _edit(lambda d: d["plan"]["layers"][0].update(structure="sum(dense(frozen=True), btt(rank=3))")),
+            "needs the",
+        ),
+        (_grow, "but in .* it has the shape"),
+        (_link, "link out of its folder"),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_anything_changes(
+    damage: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    base, model = adapted(llama, "btt")
+    bt.save_adapter(model, tmp_path / "a")
+    damage(tmp_path / "a")
+    names = list(base.state_dict())
+    with pytest.raises(bt.PlanError, match=message):
+        bt.load_adapter_(base, tmp_path / "a")
+    assert list(base.state_dict()) == names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [gpt2, llama, tied])
+def test_the_whole_adapted_model_is_saved_by_transformers(
+    build: Callable[[], Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    _, model = adapted(lambda: cast(build(), dtype), PLANS[build.__name__])
+    hf.save(model, tmp_path / "whole")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert torch.equal(outputs(again), outputs(model))
+    assert torch.equal(outputs(bt.merge_(again)), outputs(bt.merge_(model)))
+
+
+def test_the_head_of_a_tied_model_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base, model = adapted(tied, {"lm_head": "low_rank(rank=2)"})
+    assert "lm_head shared its weight" in caplog.text
+    bt.save_adapter(model, tmp_path / "a")
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")), outputs(model))
+    bt.load_adapter_(base, tmp_path / "a")
+    assert torch.equal(outputs(base), outputs(model))
