@@ -1,0 +1,231 @@
+"""Linear layers that a server fuses, such as q, k and v in one: each shard is structured or dense, as it was saved.
+
+Nothing of a server is imported here. The parameters have the names that the files have, with the fused layer in place
+of the shard, so that any loader that passes the shard's id finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from buttress import ops
+from buttress.core.chain_sum import AnyChain
+from buttress.core.scaling import init_std
+from buttress.errors import PlanError
+from buttress.ops.norms import mean_square
+from buttress.surgery import PlanEntry
+
+_SHARD_IDS = {"q": 0, "k": 1, "v": 2}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of the layers that a fused layer consists of.
+
+    Args:
+        name: Name of the layer in the files.
+        d_out: Its output features.
+        entry: Its entry in the plan, None if it is dense.
+    """
+
+    name: str
+    d_out: int
+    entry: PlanEntry | None
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Where a tensor of one shard is in the flat parameter that holds it for all shards."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, parameter: Tensor) -> Tensor:
+        size = torch.Size(self.shape).numel()
+        return parameter[self.start : self.start + size].view(self.shape)
+
+
+class FusedShards:
+    """The weights of a fused layer's shards: how they are created on the layer, loaded and applied.
+
+    For each name of a tensor, such as "factors.R", "gains.R" and "weight", the layer gets one flat parameter, which
+    holds the tensors of all shards that have one.
+
+    Args:
+        shards: The shards in the order of their outputs.
+        d_in: Input features of all shards.
+
+    Raises:
+        PlanError: If an entry splits its layer, or belongs to an embedding.
+
+    Example:
+        >>> shards = FusedShards([Shard("q_proj", 64, PlanEntry("q_proj", BTT(rank=2))), Shard("k_proj", 64, None)], 64)
+        >>> shards.create(layer, torch.bfloat16)
+    """
+
+    def __init__(self, shards: Sequence[Shard], d_in: int) -> None:
+        self.shards = tuple(shards)
+        self.d_in = d_in
+        self.chains: list[AnyChain | None] = []
+        self._slices: dict[tuple[int, str], _Slice] = {}
+        self._sizes: dict[str, int] = {}
+        for number, shard in enumerate(self.shards):
+            chain = None if shard.entry is None else _checked(shard.entry).structure.chain(d_in, shard.d_out)
+            self.chains.append(chain)
+            for name, shape in self._tensors(number):
+                start = self._sizes.get(name, 0)
+                self._slices[number, name] = _Slice(name, start, shape)
+                self._sizes[name] = start + torch.Size(shape).numel()
+        self._missing = set(self._slices)
+        self._unfolded: set[int] = set()
+
+    def _tensors(self, number: int) -> list[tuple[str, tuple[int, ...]]]:
+        shard, chain = self.shards[number], self.chains[number]
+        if shard.entry is None or chain is None:
+            return [("weight", (shard.d_out, self.d_in))]
+        gained = chain.factors if shard.entry.normalize else ()
+        return [*((f"factors.{f.name}", f.shape) for f in chain.factors), *((f"gains.{f.name}", (1,)) for f in gained)]
+
+    def create(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        """Register the parameters on a layer, each with the `weight_loader` that loaders of checkpoints look for.
+
+        Args:
+            layer: The fused layer.
+            dtype: Data type of the parameters. Gains are in float32 at least.
+        """
+        for chain in self.chains:
+            if chain is not None:
+                ops.prepare(chain)
+        for name, size in self._sizes.items():
+            kind, _, attribute = name.rpartition(".")
+            owner = layer
+            if kind:
+                if kind not in dict(layer.named_children()):
+                    layer.add_module(kind, nn.Module())
+                owner = layer.get_submodule(kind)
+            kept = torch.promote_types(dtype, torch.float32) if kind == "gains" else dtype
+            parameter = nn.Parameter(torch.empty(size, dtype=kept), requires_grad=False)
+            parameter.weight_loader = _Loader(self, name)  # type: ignore[attr-defined]
+            owner.register_parameter(attribute, parameter)
+
+    def load(self, name: str, parameter: Tensor, tensor: Tensor, shard_id: Any = None) -> None:
+        """Copy a tensor of one shard into its place.
+
+        Args:
+            name: Name of the tensor within its layer, such as "factors.R".
+            parameter: The flat parameter of that name.
+            tensor: The tensor.
+            shard_id: "q", "k" or "v", or the shard's number; None for a layer of one shard.
+
+        Raises:
+            PlanError: If the shard has no such tensor, or one of another shape.
+        """
+        number = self._number(shard_id)
+        shard = self.shards[number]
+        place = self._slices.get((number, name))
+        form = "dense" if shard.entry is None else str(shard.entry.structure)
+        if place is None:
+            raise PlanError(f"{shard.name} is {form} in the plan and has no {name}: plan and weights do not fit")
+        if tuple(tensor.shape) != place.shape:
+            raise PlanError(
+                f"{shard.name}.{name} should have the shape {place.shape}, since its layer is {form}, but in the file "
+                f"it has the shape {tuple(tensor.shape)}: plan and weights do not fit"
+            )
+        with torch.no_grad():
+            place.of(parameter.detach()).copy_(tensor)
+        self._missing.discard((number, name))
+        if shard.entry is not None and shard.entry.normalize:
+            self._unfolded.add(number)
+
+    def _number(self, shard_id: Any) -> int:
+        number = _SHARD_IDS.get(shard_id) if isinstance(shard_id, str) else shard_id
+        if number is None and shard_id is None and len(self.shards) == 1:
+            return 0
+        if not isinstance(number, int) or not 0 <= number < len(self.shards):
+            names = ", ".join(shard.name for shard in self.shards)
+            raise PlanError(f"a weight of {names} came with the shard id {shard_id!r}, which names none of them alone")
+        return number
+
+    def finish(self, layer: nn.Module) -> None:
+        """After loading: check that every tensor has come, and multiply normalized factors by their scales for good.
+
+        Args:
+            layer: The fused layer.
+
+        Raises:
+            PlanError: If a tensor was not loaded.
+        """
+        if self._missing:
+            number, name = min(self._missing)
+            more = f" and {len(self._missing) - 1} more" if len(self._missing) > 1 else ""
+            raise PlanError(f"the files do not hold {self.shards[number].name}.{name}{more}: save the model again")
+        with torch.no_grad():
+            for number in sorted(self._unfolded):
+                self._fold(layer, number)
+        self._unfolded.clear()
+
+    def _fold(self, layer: nn.Module, number: int) -> None:
+        chain = self.chains[number]
+        assert chain is not None
+        for f in chain.factors:
+            factor = self._tensor(layer, number, f"factors.{f.name}")
+            normalizer = torch.rsqrt((mean_square(factor) / init_std(f) ** 2).clamp(min=1.0))
+            factor.copy_(factor * (self._tensor(layer, number, f"gains.{f.name}") * normalizer))
+
+    def _tensor(self, layer: nn.Module, number: int, name: str) -> Tensor:
+        place = self._slices[number, name]
+        return place.of(layer.get_parameter(place.parameter).detach())
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply every shard to the same input, and concatenate the outputs.
+
+        Args:
+            layer: The fused layer.
+            x: The input.
+            bias: The biases of all shards, concatenated.
+
+        Shape:
+            x (*, d_in), bias (d_out of all shards,) -> (*, d_out of all shards).
+
+        Returns:
+            The output.
+        """
+        outputs = [self._apply_shard(layer, number, x) for number in range(len(self.shards))]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return y if bias is None else y + bias
+
+    def _apply_shard(self, layer: nn.Module, number: int, x: Tensor) -> Tensor:
+        chain = self.chains[number]
+        if chain is None:
+            return F.linear(x, self._tensor(layer, number, "weight"))
+        return ops.apply(chain, x, [self._tensor(layer, number, f"factors.{f.name}") for f in chain.factors])
+
+
+class _Loader:
+    """The `weight_loader` of one parameter. It has no copies: a copied layer would load into the original."""
+
+    def __init__(self, shards: FusedShards, name: str) -> None:
+        self.shards = shards
+        self.name = name
+
+    def __call__(self, parameter: Tensor, tensor: Tensor, shard_id: Any = None) -> None:
+        self.shards.load(self.name, parameter, tensor, shard_id)
+
+
+def _checked(entry: PlanEntry) -> PlanEntry:
+    """The entry of a linear layer in one piece."""
+    if entry.split is not None:
+        raise PlanError(
+            f"{entry.name} was split into {len(entry.split)} parts, which a server cannot load under one name: replace "
+            "the fused layer in one piece, or densify_ the model"
+        )
+    if entry.std is not None or entry.tied is not None:
+        raise PlanError(f"{entry.name} is structured and an embedding or tied to one: leave it dense, or densify_ it")
+    return entry
