@@ -77,7 +77,7 @@ class FusedShards:
         self._slices: dict[tuple[int, str], _Slice] = {}
         self._sizes: dict[str, int] = {}
         for number, shard in enumerate(self.shards):
-            chain = None if shard.entry is None else _checked(shard.entry).structure.chain(d_in, shard.d_out)
+            chain = None if shard.entry is None else check_servable(shard.entry).structure.chain(d_in, shard.d_out)
             self.chains.append(chain)
             for name, shape in self._tensors(number):
                 start = self._sizes.get(name, 0)
@@ -219,8 +219,18 @@ class _Loader:
         self.shards.load(self.name, parameter, tensor, shard_id)
 
 
-def _checked(entry: PlanEntry) -> PlanEntry:
-    """The entry of a linear layer in one piece."""
+def check_servable(entry: PlanEntry) -> PlanEntry:
+    """Check that an entry belongs to a linear layer in one piece.
+
+    Args:
+        entry: The entry.
+
+    Returns:
+        The entry.
+
+    Raises:
+        PlanError: If its layer was split, is an embedding, or is tied to one.
+    """
     if entry.split is not None:
         raise PlanError(
             f"{entry.name} was split into {len(entry.split)} parts, which a server cannot load under one name: replace "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from buttress.errors import PlanError
-from buttress.integrations.fused_shards import FusedShards, Shard
+from buttress.integrations.fused_shards import FusedShards, Shard, check_servable
 from buttress.integrations.missing import FAILURES, import_failure
 from buttress.surgery import Plan, PlanEntry
 from buttress.surgery.config_entry import METHOD, is_ours
@@ -71,12 +71,12 @@ class StructuredQuantization(QuantizationConfig):
         """The entry "quantization_config" of a config.json.
 
         Raises:
-            PlanError: If the entry is not ours, or its plan is damaged.
+            PlanError: If the entry is not ours, its plan is damaged, or it has structured embeddings or split layers.
         """
         if not is_ours(config):
             raise PlanError("this config.json describes no structured model: leave out quantization='buttress'")
         plan = Plan.from_json(json.dumps(config.get("plan")))
-        return cls({entry.name: entry for entry in plan.entries})
+        return cls({entry.name: check_servable(entry) for entry in plan.entries})
 
     @classmethod
     def override_quantization_method(
