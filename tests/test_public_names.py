@@ -26,6 +26,7 @@ OPTIM = {
 }  # fmt: skip
 OPTIONAL = {
     "buttress.hf": {"StructuredConfig", "adapted", "attach", "lora", "save"},
+    "buttress.parallel": {"ColumnParallel", "RowParallel"},
     "buttress.vision": {"fill", "load", "model_args", "save"},
     "buttress.lab.diagnostics": {"Coordinate", "CoordinateCheck", "coordinate_check", "plot"},
 }
