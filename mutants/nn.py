@@ -181,8 +181,8 @@ MUTATIONS = (
     ),
     Mutation(
         "every process takes the first part of a whole factor",
-        "nn/parallel.py",
-        "self.mesh.get_local_rank() * count, count)",
+        "ops/dividing.py",
+        "rank * count, count)",
         "0, count)",
         PARALLEL,
     ),

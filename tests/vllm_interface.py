@@ -38,16 +38,30 @@ class UnquantizedLinearMethod(LinearMethodBase):
 
 
 class LinearBase(nn.Module):
-    """A linear layer of one process out of `processes`, with one or several outputs side by side."""
+    """A linear layer of one process out of `processes`, with one or several outputs side by side.
 
-    def __init__(self, d_in: int, outputs: list[int], config: Any, prefix: str, processes: int = 1) -> None:
+    Its outputs are divided among the processes, or its inputs.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        outputs: list[int],
+        config: Any,
+        prefix: str,
+        *,
+        processes: int = 1,
+        rank: int = 0,
+        by_inputs: bool = False,
+    ) -> None:
         super().__init__()
         self.output_sizes = outputs
+        self.tp_size, self.tp_rank = processes, rank
         self.quant_method = config.get_quant_method(self, prefix)
         self.quant_method.create_weights(
             self,
-            input_size_per_partition=d_in,
-            output_partition_sizes=[size // processes for size in outputs],
+            input_size_per_partition=d_in // processes if by_inputs else d_in,
+            output_partition_sizes=outputs if by_inputs else [size // processes for size in outputs],
             input_size=d_in,
             output_size=sum(outputs),
             params_dtype=torch.float32,

@@ -18,13 +18,15 @@ SUM = bt.Sum(bt.LowRank(rank=2), bt.BTT(rank=1))
 
 
 def layer_of(structure: Any, d_out: int, normalize: bool) -> nn.Module:
-    """A trained layer: its factors are larger than at the start, so that normalization has an effect."""
+    """A trained layer: some factors are larger than at the start and are normalized, others are smaller."""
     if structure is None:
         return nn.Linear(D_IN, d_out, bias=False)
     layer = bt.StructuredLinear(D_IN, d_out, structure, bias=False, normalize=normalize)
     with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.mul_(1.5)
+        for scale, factor in zip((1.5, 0.4, 2.0, 0.3), layer.factors.values(), strict=False):
+            factor.mul_(scale)
+        for gain in layer.gains.values():
+            gain.mul_(0.7)
     return layer
 
 

@@ -32,6 +32,7 @@ PLAN: dict[str, Any] = {
     "*.o_proj": bt.Sum(bt.LowRank(rank=2), bt.BTT()),
     "*0.mlp.down_proj": bt.BTT(rank=2),
 }
+DIVISIBLE: dict[str, Any] = {"*.gate_proj": bt.LowRank(rank=4)}
 SHARDS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 ATTENTION = "model.layers.0.self_attn"
 
@@ -113,10 +114,51 @@ def test_dense_layers_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, saved: A
     assert type(layer.quant_method) is vllm_interface.UnquantizedLinearMethod
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+def parts(model: Any, config: Any, name: str, outputs: list[int], ids: Any, by_inputs: bool = False) -> list[Any]:
+    """The layers of two processes, loaded."""
+    parent = name.rpartition(".")[0]
+    d_in = model.get_submodule(f"{parent}.{ids[0][1]}").in_features
+    options: dict[str, Any] = {"processes": 2, "by_inputs": by_inputs}
+    layers = [vllm_interface.LinearBase(d_in, outputs, config, name, rank=rank, **options) for rank in range(2)]
+    for layer in layers:
+        for shard_id, saved_name in ids:
+            for key, tensor in model.get_submodule(f"{parent}.{saved_name}").state_dict().items():
+                parameter: Any = layer.get_parameter(key)
+                parameter.weight_loader(parameter, tensor, shard_id)
+        layer.quant_method.process_weights_after_loading(layer)
+    return layers
+
+
+def test_two_gpus_have_their_parts_of_the_outputs(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+    model, entry = saved
+    ids = [("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")]
+    layers = parts(model, config_of(monkeypatch, entry), f"{ATTENTION}.qkv_proj", [32, 16, 16], ids)
+    x, attention = torch.randn(3, 32), model.get_submodule(ATTENTION)
+    for rank, layer in enumerate(layers):
+        shards = [attention.get_submodule(name)(x).chunk(2, dim=-1)[rank] for _, name in ids]
+        torch.testing.assert_close(layer.quant_method.apply(layer, x), torch.cat(shards, dim=-1))
+
+
+def test_two_gpus_have_their_parts_of_the_inputs(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+    model, entry = saved
+    name = f"{ATTENTION}.o_proj"
+    layers = parts(model, config_of(monkeypatch, entry), name, [32], [(None, "o_proj")], by_inputs=True)
+    x = torch.randn(3, 32)
+    outputs = [layer.quant_method.apply(layer, own) for layer, own in zip(layers, x.chunk(2, dim=-1), strict=True)]
+    torch.testing.assert_close(sum(outputs), model.get_submodule(name)(x))
+
+
+def test_layers_that_gpus_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
     config = config_of(monkeypatch, saved[1])
-    with pytest.raises(PlanError, match=r"q_proj, .*tensor_parallel_size=1"):
+    with pytest.raises(PlanError, match=r"q_proj is btt\(rank=2\) 32 -> 33 and cannot be divided by outputs among 3"):
+        vllm_interface.LinearBase(32, [33, 15, 15], config, f"{ATTENTION}.qkv_proj", processes=3)
+    monkeypatch.setattr(vllm_interface.LinearBase, "num_kv_head_replicas", 2, raising=False)
+    with pytest.raises(PlanError, match="fewer heads than there are GPUs"):
         vllm_interface.LinearBase(32, [32, 16, 16], config, f"{ATTENTION}.qkv_proj", processes=2)
+    monkeypatch.undo()
+    config = config_of(monkeypatch, saved[1])
+    with pytest.raises(PlanError, match="fuses several layers in one matrix"):
+        vllm_interface.LinearBase(32, [16, 16], config, f"{ATTENTION}.o_proj", processes=2)
 
 
 def test_a_fused_layer_of_unknown_shards_is_refused(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
@@ -153,30 +195,36 @@ def test_without_vllm_the_import_says_what_to_install() -> None:
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-def compared(folder: Path, processes: int = 1) -> dict[str, Any]:
-    """What vllm_worker.py finds in a process of its own: vLLM configures the process that imports it."""
+def compared(folder: Path, processes: int = 1) -> list[dict[str, Any]]:
+    """What vllm_worker.py finds, in processes of its own: vLLM configures the process that imports it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(HERE / "vllm_worker.py"), str(folder), str(port), str(processes)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    jobs = [subprocess.Popen([*command, str(rank)], env=ENV, **pipes) for rank in range(processes)]
+    try:
+        outputs = [job.communicate(timeout=240) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    assert all(job.returncode == 0 for job in jobs), outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
 @needs_vllm
-@pytest.mark.parametrize(("build", "normalize"), [(llama, True), (qwen, False)])
-def test_vllms_own_models_load_a_folder(tmp_path: Path, build: Any, normalize: bool) -> None:
-    buttress.hf.save(trained(build(), normalize=normalize), tmp_path / "small")
-    layers = compared(tmp_path / "small")
-    assert layers[f"{ATTENTION}.qkv_proj"][0] == "StructuredLinearMethod"
-    assert {name: difference for name, (_, difference) in layers.items() if difference > 1e-6} == {}
+@pytest.mark.parametrize(("build", "normalize", "processes"), [(llama, True, 1), (qwen, False, 1), (llama, True, 2)])
+def test_vllms_own_models_load_a_folder(tmp_path: Path, build: Any, normalize: bool, processes: int) -> None:
+    plan = PLAN if processes == 1 else PLAN | DIVISIBLE
+    buttress.hf.save(trained(build(), plan, normalize=normalize), tmp_path / "small")
+    for layers in compared(tmp_path / "small", processes):
+        assert "error" not in layers, layers
+        assert layers[f"{ATTENTION}.qkv_proj"][0] == "StructuredLinearMethod"
+        assert {name: difference for name, (_, difference) in layers.items() if difference > 1e-6} == {}
 
 
 @needs_vllm
-def test_vllm_refuses_several_gpus_and_structured_embeddings(tmp_path: Path) -> None:
-    buttress.hf.save(trained(llama()), tmp_path / "small")
-    assert "tensor_parallel_size=1" in compared(tmp_path / "small", processes=2)["error"]
+def test_vllm_refuses_structured_embeddings(tmp_path: Path) -> None:
     buttress.hf.save(trained(llama(tied=True), {"*.embed_tokens": bt.BTT(rank=2)}), tmp_path / "tied")
-    assert "is structured and an embedding" in compared(tmp_path / "tied")["error"]
+    assert "is structured and an embedding" in compared(tmp_path / "tied")[0]["error"]

@@ -16,11 +16,15 @@ from torch import Tensor, nn
 
 from buttress import ops
 from buttress.core.chain_sum import AnyChain
+from buttress.core.partition import Division, Partition, Side, partition
 from buttress.core.scaling import init_std
-from buttress.errors import PlanError
+from buttress.errors import ChainError, PlanError
+from buttress.ops.dividing import part_of
 from buttress.ops.norms import mean_square
 from buttress.surgery import PlanEntry
 
+_Tensor = tuple[str, tuple[int, ...], Division | None]
+"""Name and shape of a tensor in the files, and where it is divided among processes."""
 _SHARD_IDS = {"q": 0, "k": 1, "v": 2}
 
 
@@ -41,11 +45,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Where a tensor of one shard is in the flat parameter that holds it for all shards."""
+    """Where a tensor of one shard is in the flat parameter that holds it for all shards, and which part of it."""
 
     parameter: str
     start: int
     shape: tuple[int, ...]
+    saved_shape: tuple[int, ...]
+    division: Division | None
 
     def of(self, parameter: Tensor) -> Tensor:
         size = torch.Size(self.shape).numel()
@@ -61,37 +67,59 @@ class FusedShards:
     Args:
         shards: The shards in the order of their outputs.
         d_in: Input features of all shards.
+        side: Whether outputs or inputs are divided among processes.
+        processes: Number of processes that each have a part of every shard.
+        rank: Number of this process.
 
     Raises:
-        PlanError: If an entry splits its layer, or belongs to an embedding.
+        PlanError: If an entry splits its layer, belongs to an embedding, or cannot be divided.
 
     Example:
         >>> shards = FusedShards([Shard("q_proj", 64, PlanEntry("q_proj", BTT(rank=2))), Shard("k_proj", 64, None)], 64)
         >>> shards.create(layer, torch.bfloat16)
     """
 
-    def __init__(self, shards: Sequence[Shard], d_in: int) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], d_in: int, *, side: Side = "outputs", processes: int = 1, rank: int = 0
+    ) -> None:
         self.shards = tuple(shards)
         self.d_in = d_in
+        self.side, self.processes, self.rank = side, processes, rank
         self.chains: list[AnyChain | None] = []
+        self._stds: dict[str, dict[str, float]] = {}
+        self._squares: dict[tuple[int, str], Tensor] = {}
         self._slices: dict[tuple[int, str], _Slice] = {}
         self._sizes: dict[str, int] = {}
         for number, shard in enumerate(self.shards):
-            chain = None if shard.entry is None else check_servable(shard.entry).structure.chain(d_in, shard.d_out)
+            chain, tensors = self._dense(shard) if shard.entry is None else self._structured(shard, shard.entry)
             self.chains.append(chain)
-            for name, shape in self._tensors(number):
+            for name, saved_shape, division in tensors:
                 start = self._sizes.get(name, 0)
-                self._slices[number, name] = _Slice(name, start, shape)
+                dims = enumerate(saved_shape)
+                shape = tuple(n // processes if division and dim == division.dim else n for dim, n in dims)
+                self._slices[number, name] = _Slice(name, start, shape, saved_shape, division)
                 self._sizes[name] = start + torch.Size(shape).numel()
         self._missing = set(self._slices)
         self._unfolded: set[int] = set()
 
-    def _tensors(self, number: int) -> list[tuple[str, tuple[int, ...]]]:
-        shard, chain = self.shards[number], self.chains[number]
-        if shard.entry is None or chain is None:
-            return [("weight", (shard.d_out, self.d_in))]
-        gained = chain.factors if shard.entry.normalize else ()
-        return [*((f"factors.{f.name}", f.shape) for f in chain.factors), *((f"gains.{f.name}", (1,)) for f in gained)]
+    def _dense(self, shard: Shard) -> tuple[None, list[_Tensor]]:
+        by_outputs = self.side == "outputs"
+        division = Division(0, 1, shard.d_out) if by_outputs else Division(1, 1, self.d_in)
+        return None, [("weight", (shard.d_out, self.d_in), division)]
+
+    def _structured(self, shard: Shard, entry: PlanEntry) -> tuple[AnyChain, list[_Tensor]]:
+        chain = check_servable(entry).structure.chain(self.d_in, shard.d_out)
+        try:
+            own = partition(chain, self.side, self.processes) if self.processes > 1 else Partition(chain, {})
+        except ChainError as error:
+            raise PlanError(
+                f"{shard.name} is {entry.structure} {self.d_in} -> {shard.d_out} and cannot be divided by {self.side} "
+                f"among {self.processes} GPUs: {error}. Use fewer, or one GPU per replica"
+            ) from None
+        self._stds[shard.name] = {f.name: init_std(f) for f in chain.factors}  # of the whole layer
+        factors: list[_Tensor] = [(f"factors.{f.name}", f.shape, own.divisions.get(f.name)) for f in chain.factors]
+        gained = chain.factors if entry.normalize else ()
+        return own.chain, [*factors, *((f"gains.{f.name}", (1,), None) for f in gained)]
 
     def create(self, layer: nn.Module, dtype: torch.dtype) -> None:
         """Register the parameters on a layer, each with the `weight_loader` that loaders of checkpoints look for.
@@ -133,16 +161,18 @@ class FusedShards:
         form = "dense" if shard.entry is None else str(shard.entry.structure)
         if place is None:
             raise PlanError(f"{shard.name} is {form} in the plan and has no {name}: plan and weights do not fit")
-        if tuple(tensor.shape) != place.shape:
+        if tuple(tensor.shape) != place.saved_shape:
             raise PlanError(
-                f"{shard.name}.{name} should have the shape {place.shape}, since its layer is {form}, but in the file "
-                f"it has the shape {tuple(tensor.shape)}: plan and weights do not fit"
+                f"{shard.name}.{name} should have the shape {place.saved_shape}, since its layer is {form}, but in the "
+                f"file it has the shape {tuple(tensor.shape)}: plan and weights do not fit"
             )
         with torch.no_grad():
-            place.of(parameter.detach()).copy_(tensor)
+            place.of(parameter.detach()).copy_(part_of(tensor, place.division, self.rank, self.processes))
         self._missing.discard((number, name))
         if shard.entry is not None and shard.entry.normalize:
             self._unfolded.add(number)
+            if name.startswith("factors."):  # of the whole factor, which no process keeps
+                self._squares[number, name] = mean_square(tensor)
 
     def _number(self, shard_id: Any) -> int:
         number = _SHARD_IDS.get(shard_id) if isinstance(shard_id, str) else shard_id
@@ -176,7 +206,8 @@ class FusedShards:
         assert chain is not None
         for f in chain.factors:
             factor = self._tensor(layer, number, f"factors.{f.name}")
-            normalizer = torch.rsqrt((mean_square(factor) / init_std(f) ** 2).clamp(min=1.0))
+            square = self._squares[number, f"factors.{f.name}"].to(factor.device)
+            normalizer = torch.rsqrt((square / self._stds[self.shards[number].name][f.name] ** 2).clamp(min=1.0))
             factor.copy_(factor * (self._tensor(layer, number, f"gains.{f.name}") * normalizer))
 
     def _tensor(self, layer: nn.Module, number: int, name: str) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from buttress.core.partition import Side
 from buttress.errors import PlanError
 from buttress.integrations.fused_shards import FusedShards, Shard, check_servable
 from buttress.integrations.missing import FAILURES, import_failure
@@ -165,22 +166,26 @@ class StructuredLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register the factors on the layer.
+        """Register the factors on the layer: all of them, or this process's part where the layer is divided.
 
         Raises:
-            PlanError: If the layer is divided among several GPUs, or its shards are not those of the plan.
+            PlanError: If a layer cannot be divided among this number of GPUs, or its shards are not those of the plan.
         """
+        by_inputs = input_size_per_partition != input_size
+        divided = by_inputs or sum(output_partition_sizes) != output_size
+        processes, rank = (int(layer.tp_size), int(layer.tp_rank)) if divided else (1, 0)  # type: ignore[arg-type]
         names = ", ".join(name for name, _ in self.saved)
-        if input_size_per_partition != input_size or sum(output_partition_sizes) != output_size:
-            raise PlanError(
-                f"{names} is structured and cannot be divided among GPUs: serve with tensor_parallel_size=1, and "
-                "use pipeline or data parallelism for more GPUs"
-            )
-        sizes = [output_size] if len(self.saved) == 1 else output_partition_sizes
+        if divided and getattr(layer, "num_kv_head_replicas", 1) > 1:
+            raise PlanError(f"{names} has fewer heads than there are GPUs: serve with a smaller tensor_parallel_size")
+        in_one_piece = len(self.saved) == 1
+        if divided and in_one_piece and len(output_partition_sizes) > 1:
+            raise PlanError(f"{names} fuses several layers in one matrix: serve with tensor_parallel_size=1")
+        sizes = [output_size] if in_one_piece else [n if by_inputs else n * processes for n in output_partition_sizes]
         if len(sizes) != len(self.saved):
             raise PlanError(f"{type(layer).__name__} has {len(sizes)} parts, but the files hold {names}: densify_ them")
         shards = [Shard(name, size, entry) for (name, entry), size in zip(self.saved, sizes, strict=True)]
-        fused = FusedShards(shards, input_size)
+        side: Side = "inputs" if by_inputs else "outputs"
+        fused = FusedShards(shards, input_size, side=side, processes=processes, rank=rank)
         fused.create(layer, params_dtype)
         vars(layer).update(structured_shards=fused, has_dummy_weights=_has_dummy_weights())
 

@@ -16,6 +16,7 @@ from buttress import ops
 from buttress.core.partition import Division, Partition, Side, partition
 from buttress.errors import ChainError, StructureError
 from buttress.nn.linear import StructuredLinear
+from buttress.ops.dividing import part_of
 
 
 class ColumnParallel(ColwiseParallel):
@@ -140,13 +141,7 @@ class _Multiply:
         stored = self.layer.factors[name]
         if isinstance(_placement(division), Shard):
             return _local(stored)
-        whole = _replicated(stored)
-        if division is None:
-            return whole
-        count = division.size // self.mesh.size()
-        unfolded = whole.unflatten(division.dim, (division.before, division.size, -1))
-        own: Tensor = unfolded.narrow(division.dim + 1, self.mesh.get_local_rank() * count, count)
-        return own.flatten(division.dim, division.dim + 2)
+        return part_of(_replicated(stored), division, self.mesh.get_local_rank(), self.mesh.size())
 
     def _bias(self) -> Tensor | None:
         bias = self.layer.bias
