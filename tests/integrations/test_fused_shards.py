@@ -105,6 +105,15 @@ def test_the_layer_has_no_more_parameters_than_the_shards() -> None:
     assert sum(p.numel() for p in layer.parameters()) == sum(p.numel() for m in saved for p in m.parameters())
 
 
+def test_a_server_can_compile_the_layer() -> None:
+    shards, layer, saved = fused((bt.BTT(rank=2), 32), (SUM, 16), (None, 16))
+    load(layer, saved, ("q", "k", "v"))
+    shards.finish(layer)
+    compiled = torch.compile(lambda x: shards.apply(layer, x), backend="eager", fullgraph=True)
+    x = torch.randn(4, D_IN)
+    torch.testing.assert_close(compiled(x), shards.apply(layer, x))
+
+
 def test_a_missing_tensor_is_named() -> None:
     shards, layer, saved = fused((bt.BTT(rank=2), 32), (None, 16))
     load(layer, saved, (0, 1), skip="factors.L")

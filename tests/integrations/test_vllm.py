@@ -89,6 +89,21 @@ def test_a_folder_is_claimed_without_a_quant_method(monkeypatch: pytest.MonkeyPa
         cls.from_config({"quant_method": "gptq"})
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [None, 3, [], {"format": "buttress-plan"}, {"format": "buttress-plan", "version": 1, "layers": [{"name": "q"}]}],
+)
+def test_a_damaged_plan_is_refused(monkeypatch: pytest.MonkeyPatch, plan: Any) -> None:
+    with pytest.raises(PlanError):
+        config_of(monkeypatch, {"loader": "buttress.hf", "plan": plan})
+
+
+def test_a_plan_cannot_ask_for_any_amount_of_memory(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
+    entry = json.loads(json.dumps(saved[1]).replace("btt(rank=2)", "btt(rank=100000000)"))
+    with pytest.raises(ButtressError, match="rank"):
+        vllm_interface.LinearBase(32, [32, 16, 16], config_of(monkeypatch, entry), f"{ATTENTION}.qkv_proj")
+
+
 def test_a_fused_layer_computes_what_the_saved_ones_do(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
     model, entry = saved
     layer = vllm_interface.LinearBase(32, [32, 16, 16], config_of(monkeypatch, entry), f"{ATTENTION}.qkv_proj")
