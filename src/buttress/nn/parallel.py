@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,15 +92,18 @@ def _distributed(
     if module.bias is not None:
         module.bias = place(module.bias, Shard(0) if side == "outputs" else Replicate())
     module.multiply = _Multiply(module, own, mesh, side)
-    prepare: Callable[..., Any] = style._prepare_input_fn
-    finish: Callable[..., Any] = style._prepare_output_fn
-    return distribute_module(
-        module,
-        mesh,
-        None,
-        partial(prepare, style.input_layouts, (needed,)),
-        partial(finish, style.output_layouts, style.use_local_output),
-    )
+
+    def placed_input(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        x = inputs[0]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, style.input_layouts, run_check=False)
+        return x.redistribute(placements=[needed])
+
+    def placed_output(_: nn.Module, y: DTensor, mesh: DeviceMesh) -> Any:
+        y = y.redistribute(placements=style.output_layouts)
+        return y.to_local() if style.use_local_output else y
+
+    return distribute_module(module, mesh, None, placed_input, placed_output)
 
 
 def _placement(division: Division | None) -> Placement:
