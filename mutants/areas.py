@@ -19,6 +19,7 @@ AREAS = (
     "training",
     "analysis",
     "files",
+    "serving",
 )
 """The modules with the mutations of each area."""
 

@@ -17,6 +17,7 @@ STRUCTURES = (
     "tests/core/test_contract.py",
 )
 SUMS = ("tests/core/structures/test_sum.py", "tests/projection/test_sums.py")
+PARTITION = ("tests/core/test_partition.py",)
 
 MUTATIONS = (
     Mutation(
@@ -368,5 +369,40 @@ MUTATIONS = (
         "min(int(MAX_ALIGNED_PADDING * n), MAX_PADDING)",
         "MAX_PADDING",
         ("tests/core/structures/test_splits.py",),
+    ),
+    Mutation(
+        "parts of padded chains are taken for contiguous",
+        "core/partition.py",
+        'if padding := chain.padding[1 if side == "outputs" else 0]:',
+        'if padding := chain.padding[0 if side == "outputs" else 1]:',
+        PARTITION,
+    ),
+    Mutation(
+        "the fastest axis is divided",
+        "core/partition.py",
+        "next((a for a in own if chain.sizes[a] > 1), own[0])",
+        "next((a for a in own[::-1] if chain.sizes[a] > 1), own[0])",
+        PARTITION,
+    ),
+    Mutation(
+        "axes before the divided one are not counted",
+        "core/partition.py",
+        "chain.size(axes[: axes.index(axis)])",
+        "chain.size(axes[axes.index(axis) + 1 :])",
+        PARTITION,
+    ),
+    Mutation(
+        "a regrouped axis is divided",
+        "core/partition.py",
+        "if any(axis in axes for f in chain.factors for axes in f.regroup or ()):",
+        "if False:",
+        PARTITION,
+    ),
+    Mutation(
+        "shared uses are not divided",
+        "core/partition.py",
+        "shared=part(f.shared, f.shared_axes)",
+        "shared=f.shared",
+        PARTITION,
     ),
 )

@@ -8,6 +8,7 @@ LINEAR = ("tests/nn/test_linear.py", "tests/nn/test_structured.py")
 EMBEDDING = ("tests/nn/test_embedding.py",)
 ATTENTION = ("tests/nn/test_attention.py",)
 POINTWISE = ("tests/nn/test_pointwise_conv.py",)
+PARALLEL = ("tests/nn/test_parallel.py",)
 
 MUTATIONS = (
     Mutation(
@@ -142,5 +143,47 @@ MUTATIONS = (
         "return sum(self.sizes)",
         "return self.sizes[0]",
         ("tests/nn/test_split_linear.py",),
+    ),
+    Mutation(
+        "gradients of shared factors are not added up",
+        "nn/parallel.py",
+        "return again.to_local(grad_placements=[Partial()])",
+        "return again.to_local()",
+        PARALLEL,
+    ),
+    Mutation(
+        "the gradient of a shared input is not added up",
+        "nn/parallel.py",
+        "x.to_local(grad_placements=[Partial()] if by_outputs else None)",
+        "x.to_local()",
+        PARALLEL,
+    ),
+    Mutation(
+        "every process adds the bias",
+        "nn/parallel.py",
+        "(1.0 if self.mesh.get_local_rank() == 0 else 0.0)",
+        "1.0",
+        PARALLEL,
+    ),
+    Mutation(
+        "a divided factor is normalized by its own part",
+        "nn/parallel.py",
+        "        if _is_divided(stored):\n            summed",
+        "        if False:\n            summed",
+        PARALLEL,
+    ),
+    Mutation(
+        "strided parts are stored as contiguous ones",
+        "nn/parallel.py",
+        "if division is None or division.before > 1 else",
+        "if division is None else",
+        PARALLEL,
+    ),
+    Mutation(
+        "every process takes the first part of a whole factor",
+        "ops/dividing.py",
+        "rank * count, count)",
+        "0, count)",
+        PARALLEL,
     ),
 )

@@ -28,6 +28,7 @@ OPTIM = {
 }  # fmt: skip
 OPTIONAL = {
     "buttress.hf": {"LoraExport", "StructuredConfig", "adapted", "attach", "export_lora", "lora", "save"},
+    "buttress.parallel": {"ColumnParallel", "RowParallel"},
     "buttress.vision": {"fill", "load", "model_args", "save"},
     "buttress.lab.diagnostics": {"Coordinate", "CoordinateCheck", "coordinate_check", "plot"},
 }

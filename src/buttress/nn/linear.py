@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class StructuredLinear(Structured):
         weight: W itself, of shape ``(out_features, in_features)``, computed on each access. Writing to it raises.
         recompute: Whether the backward pass computes the intermediates between the factors again instead of storing
             them: less memory, slightly more time. False by default.
+        multiply: What computes the product instead, where the layer is divided among processes (`buttress.parallel`).
 
     Raises:
         ShapeError: If a size is not an integer >= 1.
@@ -57,6 +58,8 @@ class StructuredLinear(Structured):
         >>> {name: tuple(factor.shape) for name, factor in layer.factors.items()}
         {'R': (32, 128, 32), 'L': (64, 64, 64)}
     """
+
+    multiply: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -146,7 +149,7 @@ class StructuredLinear(Structured):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x`, of shape (*, in_features)."""
-        return self._within_containers(self._multiply, x)
+        return self._within_containers(self.multiply or self._multiply, x)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return ops.apply(

@@ -279,8 +279,9 @@ class Structured(nn.Module):
         return [self.gains[f.name] * self._normalizer(f.name) for f in self.chain.factors]
 
     def to_dense(self) -> Tensor:
-        """The (d_out, d_in) matrix that the factors represent."""
-        return ops.dense(self.chain, self.effective_factors())
+        """The (d_out, d_in) matrix that the factors represent; every process must call it if they are sharded."""
+        factors = [f.full_tensor() if hasattr(f, "full_tensor") else f for f in self.effective_factors()]
+        return ops.dense(self.chain, factors)
 
     @property
     def weight(self) -> Tensor:
