@@ -257,3 +257,30 @@ def test_the_head_of_a_tied_model_alone(tmp_path: Path, caplog: pytest.LogCaptur
     assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")), outputs(model))
     bt.load_adapter_(base, tmp_path / "a")
     assert torch.equal(outputs(base), outputs(model))
+
+
+def test_trainer_trains_the_adapter_alone_and_its_checkpoint_loads(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    base = llama()
+    model = copy.deepcopy(base)
+    bt.adapt_(model, "btt")
+    rows = [{"input_ids": TOKENS[0], "labels": TOKENS[0]} for _ in range(4)]
+    options = TrainingArguments(
+        tmp_path / "run", max_steps=2, learning_rate=1e-2, report_to=[], save_steps=2, use_cpu=True, disable_tqdm=True
+    )
+    Trainer(model, options, train_dataset=rows).train()
+    for name, value in base_tensors(model):
+        assert torch.equal(value, dict(base_tensors(base))[name])
+    assert not torch.equal(outputs(model), outputs(base))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
+    assert torch.equal(outputs(again), outputs(model))
+
+
+def test_half_precision_compiles_in_one_graph() -> None:
+    model = nn.Sequential(nn.Linear(12, 18), nn.GELU(), nn.Linear(18, 12)).bfloat16()
+    bt.adapt_(model, {"*": "btt(rank=2)"})
+    x = torch.randn(4, 12).bfloat16()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))

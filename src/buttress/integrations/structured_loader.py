@@ -168,11 +168,14 @@ def _keep_adapter_dtypes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtyp
 
     transformers casts what it reads to the data type of the parameter that is on the meta device.
     """
-    provided = {name: key for key in dtypes for name in _translated(model, {key: ()})[0]} if dtypes else {}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, Structured) or layer.base is None:
-            continue
-        saved = {key: dtypes.get(provided.get(f"{name}.factors.{key}", "")) for key in layer.factors}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Structured) and m.base is not None}
+    if not layers:
+        return
+    keys = list(dtypes)
+    provided, _ = _translated(model, {key: (position,) for position, key in enumerate(keys)})
+    own = {name: dtypes[keys[found[0]]] for name, found in provided.items() if found is not None}
+    for name, layer in layers.items():
+        saved = {key: own.get(f"{name}.factors.{key}") for key in layer.factors}
         if len(set(saved.values())) > 1:
             for key, parameter in layer.factors.items():
                 if parameter is not layer.base and (dtype := saved[key]) is not None:
