@@ -41,8 +41,8 @@ MUTATIONS = (
     Mutation(
         "the loss is the error, not its square",
         "compression/layer_options.py",
-        "dense, after, projection.output_error**2, member)",
-        "dense, after, projection.output_error, member)",
+        "return self.projection.output_error**2",
+        "return self.projection.output_error",
         ALLOCATION,
     ),
     Mutation(
@@ -55,8 +55,8 @@ MUTATIONS = (
     Mutation(
         "the cost is always MACs",
         "compression/layer_options.py",
-        "getattr(structure.chain(d_in, d_out), cost)",
-        "structure.chain(d_in, d_out).macs",
+        'unit * (chain.macs if cost == "macs" else chain.params)',
+        "unit * chain.macs",
         ("tests/compression/test_layer_options.py",),
     ),
     Mutation(
@@ -69,8 +69,8 @@ MUTATIONS = (
     Mutation(
         "options that cost as much as dense",
         "compression/layer_options.py",
-        "if after >= dense:",
-        "if after > 2 * dense:",
+        "if cost >= self.choices[0].cost_before:",
+        "if cost > 2 * self.choices[0].cost_before:",
         ("tests/compression/test_layer_options.py",),
     ),
     Mutation(
@@ -233,5 +233,54 @@ MUTATIONS = (
         "count = len(self.train) - self._validation_count",
         "count = len(self.train)",
         ("tests/compression/test_calibration_data.py",),
+    ),
+    Mutation(
+        "every option is refined",
+        "compression/layer_options.py",
+        "option.draft.converged or is_first or self._is_near(option, families, ratio * SLACK)",
+        "option.draft.converged or is_first or True",
+        ("tests/compression/test_layer_options.py",),
+    ),
+    Mutation(
+        "a tied embedding stays when the effect of the head is measured",
+        "compression/output_effect.py",
+        "for embedding in embeddings]",
+        "for embedding in embeddings[:0]]",
+        ("tests/compression/test_head.py",),
+    ),
+    Mutation(
+        "damaged state is used",
+        "compression/work_folder.py",
+        'if row["sha256"] == _digest(content) else None',
+        'if row["sha256"] else None',
+        ("tests/compression/test_work_folder.py",),
+    ),
+    Mutation(
+        "the state of another model is used",
+        "compression/work_folder.py",
+        "        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())\n",
+        "",
+        ("tests/compression/test_work_folder.py",),
+    ),
+    Mutation(
+        "finished layers are compared again",
+        "compression/allocation.py",
+        "if memory is not None and comparison.restore(memory.layers.get(name)):",
+        "if memory is not None and comparison.restore(None):",
+        ("tests/compression/test_work_folder.py",),
+    ),
+    Mutation(
+        "GGUF tensors may overlap",
+        "integrations/gguf_headers.py",
+        "max(*ends, total)",
+        "max(ends)",
+        ("tests/integrations/test_gguf_headers.py",),
+    ),
+    Mutation(
+        "a GGUF file beside the working directory's",
+        "compression/gguf_loading.py",
+        "gguf_file=str(path.resolve())",
+        "gguf_file=path.name",
+        ("tests/compression/test_gguf_loading.py",),
     ),
 )

@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation(
         "output error relative to the weight",
         "projection/closed_form.py",
-        "_norm_ratio(difference @ target.root, target.weight @ target.root)",
+        "_norm_ratio(difference @ target.root, target.outputs)",
         "_norm_ratio(difference @ target.root, target.weight)",
         TESTS,
     ),

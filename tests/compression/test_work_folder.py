@@ -113,6 +113,17 @@ class TestResuming:
         compress(source, out)
         assert same_results(whole, out)
 
+    def test_calibration_continues_with_the_next_batch(
+        self, source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0.0)
+        out, reports = tmp_path / "out", []
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, out, progress=stopping("calibrating", 3))
+        compress(source, out, progress=lambda *report: reports.append(report))
+        assert [report[:2] for report in reports[:2]] == [("calibrating", 2), ("calibrating", 3)]
+        assert same_results(whole, out)
+
     def test_another_keep_uses_what_is_there(self, source: Path, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             compress(source, tmp_path / "out", progress=stopping("projecting", 0))

@@ -99,7 +99,8 @@ def moments_of(
     *,
     run: Callable[[nn.Module, Any], object] | None = None,
     weigh: Callable[[Any], Tensor | None] | None = None,
-    is_enough: Callable[[float], bool] | None = None,
+    sums: MomentSums | None = None,
+    is_enough: Callable[[MomentSums], bool] | None = None,
 ) -> InputMoments:
     """Measure the inputs of these layers, as `moments` does.
 
@@ -109,19 +110,19 @@ def moments_of(
         selected: The layers, by name.
         run: As for `moments`.
         weigh: As for `moments`.
-        is_enough: Called after each batch with the tokens per input that have reached every layer; whether to stop.
-            Default: all batches are taken.
+        sums: Sums of earlier batches, which are continued.
+        is_enough: Called after each batch with the sums so far; whether to stop. Default: all batches are taken.
 
     Returns:
         As for `moments`; empty if no batch reached any of the layers.
     """
-    sums = _MomentSums()
+    sums = MomentSums() if sums is None else sums
     with evaluating(model), observable(selected.values()) as modules, removing(*sums.hooks(modules, selected)):
         for batch in batches:
             sums.weights = (weigh or mask_of)(batch)
             (run or call)(model, batch)
             sums.end_batch()
-            if is_enough is not None and is_enough(sums.fewest_tokens_per_input(selected)):
+            if is_enough is not None and is_enough(sums):
                 break
     means = sums.means()
     return InputMoments(
@@ -131,14 +132,21 @@ def moments_of(
     )
 
 
-class _MomentSums:
-    """Sums of x x^T by layer, filled by forward hooks."""
+class MomentSums:
+    """Sums of x x^T by layer, filled by forward hooks.
 
-    def __init__(self) -> None:
+    Args:
+        sums: The sums so far.
+        tokens: Tokens that have reached each of these layers.
+        batches: Batches so far.
+    """
+
+    def __init__(
+        self, sums: Mapping[str, Tensor] | None = None, tokens: Mapping[str, float] | None = None, batches: int = 0
+    ) -> None:
         self.weights: Tensor | None = None
         """Weights of the current batch's tokens."""
-        self._sums: dict[str, Tensor] = {}
-        self.tokens: dict[str, float] = {}
+        self.sums, self.tokens, self.batches = dict(sums or {}), dict(tokens or {}), batches
         # Moments of the current batch by input tensor, which q, k and v share. The tensor is kept alive, so that no
         # other tensor gets its id.
         self._by_input: dict[tuple[int, int, tuple[int, ...]], tuple[Tensor, Tensor, float]] = {}
@@ -155,14 +163,15 @@ class _MomentSums:
     def end_batch(self) -> None:
         """Release the batch's inputs."""
         self._by_input.clear()
+        self.batches += 1
 
     def fewest_tokens_per_input(self, names: Iterable[str]) -> float:
         """The least number of tokens per input that have reached one of these layers."""
-        return min((self.tokens[n] / len(self._sums[n]) if n in self._sums else 0.0 for n in names), default=0.0)
+        return min((self.tokens[n] / len(self.sums[n]) if n in self.sums else 0.0 for n in names), default=0.0)
 
     def means(self) -> dict[str, Tensor]:
         """The moments of the layers that at least one token reached."""
-        return {name: total / self.tokens[name] for name, total in self._sums.items() if self.tokens[name] > 0}
+        return {name: total / self.tokens[name] for name, total in self.sums.items() if self.tokens[name] > 0}
 
     def _hook(
         self, name: str, stride: tuple[int, ...]
@@ -174,7 +183,7 @@ class _MomentSums:
                     f"{name} was called with {type(x).__name__} instead of a tensor: leave it out of layers"
                 )
             total, count = self._moments_of(x, stride)
-            self._sums[name] = self._sums[name] + total if name in self._sums else total.clone()
+            self.sums[name] = self.sums[name] + total if name in self.sums else total.clone()
             self.tokens[name] = self.tokens.get(name, 0.0) + count
 
         return hook

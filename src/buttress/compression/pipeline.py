@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from buttress.compression.calibration_data import CalibrationData
 from buttress.compression.calibration_files import CalibrationFiles, read_calibration_files
 from buttress.compression.distillation import heal
 from buttress.compression.hub import local_folder
-from buttress.compression.input_moments import InputMoments, moments_of
+from buttress.compression.input_moments import InputMoments, MomentSums, moments_of
 from buttress.compression.judgement import DenseLayer
 from buttress.compression.model_folders import ModelFolder, open_model_folder
 from buttress.compression.options import CompressOptions
@@ -38,6 +39,8 @@ from buttress.surgery import Plan, PlanEntry, Report, chosen_layers, replace_
 
 ENOUGH_TOKENS = 32
 """Tokens per input of a layer after which calibration stops: more change the moments little."""
+SAVE_SECONDS = 60.0
+"""Time between two states of the calibration on disk, which may have hundreds of megabytes."""
 HEALING_CHECK_BATCHES = 8
 """Batches on which healing must have helped; it does not learn from them."""
 REPORT_FILE = "buttress-report.json"
@@ -196,26 +199,31 @@ def _calibrated(
     """The moments of an earlier call, or new ones."""
     inputs = work.moments()
     if inputs is None or {*inputs, *inputs.unreached} != set(sites):
-        inputs = _calibrate(model, sites, data, options)
+        inputs = _calibrate(model, sites, data, work, options)
         work.save_moments(inputs)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return InputMoments({n: t.to(device) for n, t in inputs.items()}, inputs.tokens, inputs.unreached)
 
 
 def _calibrate(
-    model: nn.Module, sites: Mapping[str, Site], data: CalibrationData, options: CompressOptions
+    model: nn.Module, sites: Mapping[str, Site], data: CalibrationData, work: WorkFolder, options: CompressOptions
 ) -> InputMoments:
-    count, done = options.calibration_batches, 0
+    count, saved_at = options.calibration_batches, time.monotonic()
 
-    def is_enough(tokens_per_input: float) -> bool:
-        nonlocal done
-        done += 1
+    def is_enough(sums: MomentSums) -> bool:
+        nonlocal saved_at
+        done, tokens_per_input = sums.batches, sums.fewest_tokens_per_input(sites)
         needed = math.ceil(done * ENOUGH_TOKENS / tokens_per_input) if tokens_per_input else count
         options.report("calibrating", done, max(done, min(count, needed)))
+        if time.monotonic() - saved_at > SAVE_SECONDS:
+            work.save_sums(sums)
+            saved_at = time.monotonic()
         return tokens_per_input >= ENOUGH_TOKENS
 
-    options.report("calibrating", 0, count)
-    return moments_of(model, data.calibration_batches(count), sites, is_enough=is_enough)
+    sums = work.sums(next((p.device for p in model.parameters()), torch.device("cpu"))) or MomentSums()
+    options.report("calibrating", sums.batches, count)
+    batches = islice(data.calibration_batches(count), sums.batches, None)
+    return moments_of(model, batches, sites, sums=sums, is_enough=is_enough)
 
 
 def _choose(

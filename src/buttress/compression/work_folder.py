@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from buttress.compression.input_moments import InputMoments
+from buttress.compression.input_moments import InputMoments, MomentSums
 from buttress.core.structures import Structure
 from buttress.errors import ButtressError, PlanError
 from buttress.files import flush, locked, make_folder, remove, replacing, write_text
 from buttress.projection.closed_form import Projection
 
-ABOUT, MOMENTS, LAYERS, LOG, LOCK = "about.json", "moments", "layers.jsonl", "log.txt", "lock"
+ABOUT, MOMENTS, SUMS, LAYERS, LOG, LOCK = "about.json", "moments", "sums", "layers.jsonl", "log.txt", "lock"
 LOG_SECONDS = 5.0
 """Least time between two lines of the log within one stage."""
 
@@ -129,25 +129,52 @@ class WorkFolder:
 
     def moments(self) -> InputMoments | None:
         """The moments of the layers' inputs; None if they are not there or damaged."""
-        loaded = self._load(MOMENTS)
+        loaded = self._load_by_layer(MOMENTS)
+        if loaded is None:
+            return None
+        means, row = loaded
+        return InputMoments(means, row["tokens"], row["unreached"])
+
+    def save_moments(self, moments: InputMoments) -> None:
+        """Keep the moments, in place of the sums."""
+        row = {"tokens": moments.tokens, "unreached": moments.unreached}
+        self._save_by_layer(MOMENTS, moments, row)
+        for suffix in (".json", ".safetensors"):
+            (self.folder / f"{SUMS}{suffix}").unlink(missing_ok=True)
+
+    def sums(self, device: torch.device) -> MomentSums | None:
+        """The sums of an interrupted calibration; None if they are not there or damaged."""
+        loaded = self._load_by_layer(SUMS)
+        if loaded is None:
+            return None
+        sums, row = loaded
+        return MomentSums({name: t.to(device) for name, t in sums.items()}, row["tokens"], row["batches"])
+
+    def save_sums(self, sums: MomentSums) -> None:
+        """Keep the sums of a calibration that goes on."""
+        self._save_by_layer(SUMS, sums.sums, {"tokens": sums.tokens, "batches": sums.batches, "unreached": []})
+
+    def _save_by_layer(self, key: str, tensors: Mapping[str, Tensor], row: Mapping[str, Any]) -> None:
+        """Write a tensor for each layer; neighbors with the same inputs, such as q, k and v, share one."""
+        keys, distinct = {}, dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            latest = list(distinct.items())[-2:]
+            same = (key for key, t in latest if t.shape == tensor.shape and torch.equal(t, tensor))
+            keys[name] = next(same, str(len(distinct)))
+            distinct.setdefault(keys[name], tensor)
+        self._save(key, distinct, {"tensors": keys, **row})
+
+    def _load_by_layer(self, key: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        loaded = self._load(key)
         if loaded is None:
             return None
         tensors, row = loaded
         try:
-            means = {name: tensors[key] for name, key in row["tensors"].items()}
-            return InputMoments(means, row["tokens"], row["unreached"])
+            by_layer = {name: tensors[key].clone() for name, key in row["tensors"].items()}
+            known = set(row["tokens"]) == set(by_layer) and isinstance(row["unreached"], list)
         except (KeyError, TypeError, AttributeError):
             return None
-
-    def save_moments(self, moments: InputMoments) -> None:
-        """Keep the moments; layers with the same inputs share one tensor."""
-        keys, distinct = {}, dict[str, Tensor]()
-        for name, tensor in moments.items():
-            same = (key for key, t in distinct.items() if t.shape == tensor.shape and torch.equal(t, tensor))
-            keys[name] = next(same, str(len(distinct)))
-            distinct.setdefault(keys[name], tensor)
-        row = {"tensors": keys, "tokens": moments.tokens, "unreached": moments.unreached}
-        self._save(MOMENTS, distinct, row)
+        return (by_layer, row) if known else None
 
     def projection(self, name: str, structure: Structure, sweeps: int) -> Projection | None:
         """A layer's projection; None if it is not there, damaged, or one of another kind."""

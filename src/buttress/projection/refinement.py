@@ -158,15 +158,18 @@ class _ByRow:
     """Normal equations of one factor, from the outputs for every row of the inputs."""
 
     def __init__(self, chain: Chain, factors: Sequence[Tensor], i: int, inputs: Tensor) -> None:
-        self.inputs = inputs
+        self.chain, self.factors, self.i, self.inputs = chain, factors, i, inputs
         # The outputs are linear in the factor, so the transpose does not depend on its value.
-        self.apply = lambda factor: self._outputs(chain, [*factors[:i], factor, *factors[i + 1 :]])
         with torch.enable_grad():
             self.factor = factors[i].detach().clone().requires_grad_()
             self.outputs = self.apply(self.factor)
 
-    def _outputs(self, chain: Chain, factors: Sequence[Tensor]) -> Tensor:
-        return ops.apply(chain, self.inputs, factors, impl="bmm")
+    def apply(self, factor: Tensor) -> Tensor:
+        """What the factors give with this one in its place."""
+        return self._outputs([*self.factors[: self.i], factor, *self.factors[self.i + 1 :]])
+
+    def _outputs(self, factors: Sequence[Tensor]) -> Tensor:
+        return ops.apply(self.chain, self.inputs, factors, impl="bmm")
 
     def first_gradient(self, target: Tensor) -> Tensor:
         """Minus half the gradient of the squared distance from the target."""
@@ -189,8 +192,8 @@ class _ByMatrix(_ByRow):
         super().__init__(chain, factors, i, inputs)
         self.moments = inputs.mT @ inputs
 
-    def _outputs(self, chain: Chain, factors: Sequence[Tensor]) -> Tensor:
-        return matrix(chain, factors)
+    def _outputs(self, factors: Sequence[Tensor]) -> Tensor:
+        return matrix(self.chain, factors)
 
     def first_gradient(self, target: Tensor) -> Tensor:
         residual = target - self.inputs @ self.outputs.detach().mT
