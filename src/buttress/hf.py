@@ -3,4 +3,7 @@
 from buttress.integrations.peft import lora
 from buttress.integrations.transformers import StructuredConfig, adapted, attach, save
 
-__all__ = ["StructuredConfig", "adapted", "attach", "lora", "save"]
+# After the module above, whose import says what is missing where transformers is.
+from buttress.integrations.generation import Decoder, generate  # isort: skip
+
+__all__ = ["Decoder", "StructuredConfig", "adapted", "attach", "generate", "lora", "save"]
