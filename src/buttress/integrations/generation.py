@@ -311,7 +311,9 @@ class Decoder:
             return
         if mask.shape != ids.shape:
             raise ShapeError(f"the attention mask is {tuple(mask.shape)}, but the prompts are {tuple(ids.shape)}")
-        if not bool(((mask == 0) | (mask == 1)).all()) or bool((mask.long().diff(dim=1) < 0).any() | (mask[:, -1] == 0).any()):
+        if not bool(((mask == 0) | (mask == 1)).all()) or bool(
+            (mask.long().diff(dim=1) < 0).any() | (mask[:, -1] == 0).any()
+        ):
             raise ButtressError(
                 "the attention mask must be 0 for padding on the left and 1 for the tokens after it: set "
                 "tokenizer.padding_side = 'left'"
@@ -351,9 +353,7 @@ def generate(
     """
     if input_ids.dim() != 2:
         raise ShapeError(f"prompts have the shape (batch, length), got {tuple(input_ids.shape)}")
-    decoder = Decoder(
-        model, max_length=input_ids.shape[1] + max_new_tokens, batch=input_ids.shape[0], engine=engine
-    )
+    decoder = Decoder(model, max_length=input_ids.shape[1] + max_new_tokens, batch=input_ids.shape[0], engine=engine)
     return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
 
 
