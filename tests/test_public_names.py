@@ -10,14 +10,16 @@ import buttress as bt
 NAMES = {
     "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError", "ChainSum", "Choice",
     "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "GrowthReport",
-    "Healing", "InputMoments",
+    "Healing", "InputMoments", "Int8Linear",
     "Kronecker", "LowRank", "Match", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
-    "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",
+    "ProjectedAttention", "Projection", "Quantization", "ReadOnlyError", "Remainder", "Report", "RuleError",
+    "ShapeError",
     "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear", "StructuredPointwiseConv",
     "Sum", "TensorTrain", "Unreached",
     "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained", "graphed",
     "grow_",
-    "heal", "init_std", "lr_multiplier", "match", "moments", "param_groups", "parse", "project", "replace_", "split",
+    "heal", "init_std", "lr_multiplier", "match", "moments", "param_groups", "parse", "project", "quantize_",
+    "replace_", "split",
     "structure", "structures", "timed",
 }  # fmt: skip
 OPTIM = {
@@ -25,7 +27,7 @@ OPTIM = {
     "param_groups",
 }  # fmt: skip
 OPTIONAL = {
-    "buttress.hf": {"StructuredConfig", "adapted", "attach", "lora", "save"},
+    "buttress.hf": {"Decoder", "StructuredConfig", "adapted", "attach", "generate", "lora", "save"},
     "buttress.vision": {"fill", "load", "model_args", "save"},
     "buttress.lab.diagnostics": {"Coordinate", "CoordinateCheck", "coordinate_check", "plot"},
 }

@@ -52,13 +52,25 @@ from buttress.errors import (
 from buttress.integrations.pretrained import from_pretrained
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.int8_linear import Int8Linear
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import StructuredPointwiseConv
 from buttress.nn.split_linear import SplitLinear
 from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
-from buttress.surgery import GrowthReport, Plan, PlanEntry, Report, Unreached, densify_, grow_, replace_
+from buttress.surgery import (
+    GrowthReport,
+    Plan,
+    PlanEntry,
+    Quantization,
+    Report,
+    Unreached,
+    densify_,
+    grow_,
+    quantize_,
+    replace_,
+)
 from buttress.surgery.config_entry import add_saving_hook
 from buttress.surgery.matching import Match, match
 from buttress.version import __version__ as __version__
@@ -88,6 +100,7 @@ __all__ = [
     "GrowthReport",
     "Healing",
     "InputMoments",
+    "Int8Linear",
     "Kronecker",
     "LowRank",
     "Match",
@@ -99,6 +112,7 @@ __all__ = [
     "PlanError",
     "ProjectedAttention",
     "Projection",
+    "Quantization",
     "ReadOnlyError",
     "Remainder",
     "Report",
@@ -132,6 +146,7 @@ __all__ = [
     "param_groups",
     "parse",
     "project",
+    "quantize_",
     "replace_",
     "split",
     "structure",

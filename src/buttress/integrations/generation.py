@@ -206,15 +206,15 @@ class Decoder:
         config = self.model.generation_config
         ends = _as_list(config.eos_token_id if eos_token_id is None else eos_token_id)
         padding = config.pad_token_id if pad_token_id is None else pad_token_id
-        if ends and padding is None:
-            padding = ends[0]
+        if padding is None:
+            padding = ends[0] if ends else 0
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         return self._stream(
             input_ids.to(self.device), mask.to(self.device, torch.long), max_new_tokens, sampling, ends, padding
         )
 
     def _stream(
-        self, ids: Tensor, mask: Tensor, count: int, sampling: Sampling, ends: list[int], padding: int | None
+        self, ids: Tensor, mask: Tensor, count: int, sampling: Sampling, ends: list[int], padding: int
     ) -> Iterator[Tensor]:
         step = self._prepared_step()
         ended = torch.zeros(self.batch, dtype=torch.bool, device=self.device)
@@ -237,7 +237,7 @@ class Decoder:
     @torch.no_grad()
     def _prefill(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Read the prompts into the cache. Returns the logits of the last token."""
-        self._cache.reset()
+        self._cache.reset()  # type: ignore[no-untyped-call]
         length = ids.shape[1]
         self._mask.fill_(1)
         self._mask[:, :length] = mask
@@ -281,10 +281,10 @@ class Decoder:
         with graphed():
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UP_STEPS):
-                    self._cache.reset()
+                    self._cache.reset()  # type: ignore[no-untyped-call]
                     self._forward(self._token, self._position, self._mask)
             torch.cuda.current_stream(self.device).wait_stream(stream)
-            self._cache.reset()
+            self._cache.reset()  # type: ignore[no-untyped-call]
             with torch.cuda.graph(graph):
                 logits = self._forward(self._token, self._position, self._mask)
 

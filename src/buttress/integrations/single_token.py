@@ -43,7 +43,7 @@ def _backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 
     usual = select_decomp_table()
     aten = torch.ops.aten
-    rules = {aten.mm.default: _mm, aten.addmm.default: _addmm, aten.bmm.default: _bmm}
+    rules: dict[Any, Callable[..., Any]] = {aten.mm.default: _mm, aten.addmm.default: _addmm, aten.bmm.default: _bmm}
     own = {operator: partial(_either, rule, usual.get(operator)) for operator, rule in rules.items()}
     return compile_fx(graph, inputs, decompositions={**usual, **own})
 

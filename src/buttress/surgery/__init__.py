@@ -6,6 +6,7 @@ from buttress.surgery.densify import densify_
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.growing import GrownRow, GrowthReport, grow_
 from buttress.surgery.plan import Plan
+from buttress.surgery.quantizing import Quantization, quantize_
 from buttress.surgery.replace import replace_
 from buttress.surgery.report import ReplacedRow, Report
 
@@ -14,11 +15,13 @@ __all__ = [
     "GrowthReport",
     "Plan",
     "PlanEntry",
+    "Quantization",
     "ReplacedRow",
     "Report",
     "Unreached",
     "chosen_layers",
     "densify_",
     "grow_",
+    "quantize_",
     "replace_",
 ]
