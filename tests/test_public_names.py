@@ -11,15 +11,16 @@ NAMES = {
     "AdapterReport", "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError",
     "ChainSum", "Choice",
     "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "GrowthReport",
-    "Healing", "HealingLosses", "InputMoments",
+    "Healing", "HealingLosses", "InputMoments", "Int8Linear",
     "Kronecker", "LowRank", "Match", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
-    "ProjectedAttention", "Projection", "ReadOnlyError", "Remainder", "Report", "RuleError", "ShapeError",
+    "ProjectedAttention", "Projection", "Quantization", "ReadOnlyError", "Remainder", "Report", "RuleError",
+    "ShapeError",
     "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear", "StructuredPointwiseConv",
     "Sum", "TensorTrain", "Unreached",
     "adapt_", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained",
     "graphed", "grow_",
     "heal", "init_std", "language_loss", "load_adapter_", "lr_multiplier", "match", "merge_", "moments",
-    "param_groups", "parse", "project", "replace_", "save_adapter", "split",
+    "param_groups", "parse", "project", "quantize_", "replace_", "save_adapter", "split",
     "structure", "structures", "timed", "unadapt_",
 }  # fmt: skip
 OPTIM = {
@@ -27,7 +28,17 @@ OPTIM = {
     "param_groups",
 }  # fmt: skip
 OPTIONAL = {
-    "buttress.hf": {"LoraExport", "StructuredConfig", "adapted", "attach", "export_lora", "lora", "save"},
+    "buttress.hf": {
+        "Decoder",
+        "LoraExport",
+        "StructuredConfig",
+        "adapted",
+        "attach",
+        "export_lora",
+        "generate",
+        "lora",
+        "save",
+    },  # fmt: skip
     "buttress.parallel": {"ColumnParallel", "RowParallel"},
     "buttress.vision": {"fill", "load", "model_args", "save"},
     "buttress.lab.diagnostics": {"Coordinate", "CoordinateCheck", "coordinate_check", "plot"},

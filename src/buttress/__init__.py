@@ -54,6 +54,7 @@ from buttress.integrations.adapter_folder import load_adapter_, save_adapter
 from buttress.integrations.pretrained import from_pretrained
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.embedding import StructuredEmbedding
+from buttress.nn.int8_linear import Int8Linear
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import StructuredPointwiseConv
 from buttress.nn.split_linear import SplitLinear
@@ -65,12 +66,14 @@ from buttress.surgery import (
     GrowthReport,
     Plan,
     PlanEntry,
+    Quantization,
     Report,
     Unreached,
     adapt_,
     densify_,
     grow_,
     merge_,
+    quantize_,
     replace_,
     unadapt_,
 )
@@ -105,6 +108,7 @@ __all__ = [
     "Healing",
     "HealingLosses",
     "InputMoments",
+    "Int8Linear",
     "Kronecker",
     "LowRank",
     "Match",
@@ -116,6 +120,7 @@ __all__ = [
     "PlanError",
     "ProjectedAttention",
     "Projection",
+    "Quantization",
     "ReadOnlyError",
     "Remainder",
     "Report",
@@ -153,6 +158,7 @@ __all__ = [
     "param_groups",
     "parse",
     "project",
+    "quantize_",
     "replace_",
     "save_adapter",
     "split",

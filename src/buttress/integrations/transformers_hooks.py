@@ -17,6 +17,7 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
 from buttress.errors import PlanError
 from buttress.integrations.structured_loader import StructuredConfig
+from buttress.nn.int8_linear import Int8Linear
 from buttress.nn.structured import Structured
 from buttress.surgery.config_entry import ATTRIBUTE, is_ours, record_plan
 
@@ -124,8 +125,13 @@ def check_saveable(model: PreTrainedModel) -> None:
         model: The model.
 
     Raises:
-        PlanError: If the model has both.
+        PlanError: If the model has both, or layers in int8.
     """
+    if any(isinstance(m, Int8Linear) for m in model.modules()):
+        raise PlanError(
+            "the model has layers in int8, which a folder does not describe: save it before bt.quantize_, which can be "
+            "called after loading"
+        )
     entry = getattr(model.config, ATTRIBUTE, None)
     if entry is not None and not is_ours(entry) and any(isinstance(m, Structured) for m in model.modules()):
         raise PlanError(

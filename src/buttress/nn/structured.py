@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import index
 from typing import Any
@@ -300,6 +301,18 @@ class Structured(nn.Module):
         if name == "weight":
             raise ReadOnlyError(WEIGHT_IS_COMPUTED)
         super().register_parameter(name, param)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The child modules; torchao's `quantize_`, which would pass over the factors, is refused."""
+        # Its walk asks modules that its filter does not take for their children: nothing else gives it away.
+        caller = sys._getframe(1)
+        chooses = getattr(caller.f_locals.get("filter_fn"), "__module__", None) or ""
+        if caller.f_globals.get("__name__", "").startswith("torchao.") and chooses.startswith("torchao."):
+            raise StructureError(
+                f"torchao quantizes nn.Linear alone and would leave {self._description()} in floating point: use "
+                "bt.quantize_, or give a filter_fn of your own. Layers before this one may be quantized already"
+            )
+        return super().named_children()
 
     def _within_containers(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Run a computation that uses the factors, inside the hooks that someone put around the containers.

@@ -8,6 +8,7 @@ from buttress.surgery.entry import PlanEntry
 from buttress.surgery.growing import GrownRow, GrowthReport, grow_
 from buttress.surgery.merging import merge_, unadapt_
 from buttress.surgery.plan import Plan
+from buttress.surgery.quantizing import Quantization, quantize_
 from buttress.surgery.replace import replace_
 from buttress.surgery.report import ReplacedRow, Report
 
@@ -17,6 +18,7 @@ __all__ = [
     "GrowthReport",
     "Plan",
     "PlanEntry",
+    "Quantization",
     "ReplacedRow",
     "Report",
     "Unreached",
@@ -25,6 +27,7 @@ __all__ = [
     "densify_",
     "grow_",
     "merge_",
+    "quantize_",
     "replace_",
     "unadapt_",
 ]

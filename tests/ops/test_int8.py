@@ -1,0 +1,51 @@
+"""Rounding to int8 within half a scale, and chains applied with int8 factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import buttress as bt
+from buttress import ops
+from buttress.ops.int8 import apply_int8, rounded
+
+STRUCTURES = [
+    bt.Dense(), bt.LowRank(rank=7), bt.BTT(rank=3), bt.Monarch(4), bt.Kronecker(), bt.TensorTrain(rank=3),
+    bt.BTT(rank=2, cores=3), bt.Convolution(kernel_size=3), bt.Sum(bt.LowRank(rank=4), bt.BTT(rank=1)),
+]  # fmt: skip
+
+
+def test_rounding_is_within_half_a_scale() -> None:
+    weight = torch.randn(6, 5, 37, dtype=torch.float64) * torch.logspace(-12, 12, 30, dtype=torch.float64).view(6, 5, 1)
+    weight[2, 3] = 0
+    weight = weight.float()
+    values, scales = rounded(weight)
+    assert values.dtype == torch.int8
+    assert scales.shape == (6, 5)
+    error = (values.double() * scales.double().unsqueeze(-1) - weight.double()).abs()
+    assert (error <= scales.double().unsqueeze(-1) / 2 * (1 + 1e-12)).all()
+    largest = weight.abs().amax(-1)
+    kept = largest > 0
+    assert (scales[kept] <= largest[kept] / 127 * (1 + 2**-7)).all(), "no scale is wasted"
+    assert torch.equal(scales, scales.bfloat16().float()), "the same numbers in bfloat16"
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("sizes", [(32, 48), (30, 42), (37, 29)], ids=str)
+def test_the_reference_with_rounded_factors(structure: bt.Structure, rows: int, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    chain = structure.chain(*sizes)
+    pairs = [rounded(torch.randn(f.shape)) for f in chain.factors]
+    values, scales = [v for v, _ in pairs], [s for _, s in pairs]
+    exact_factors = [v.double() * s.double().unsqueeze(-1) for v, s in pairs]
+    bias = torch.randn(sizes[1])
+    x = torch.randn(2, rows, sizes[0])
+    exact = ops.apply(chain, x.double(), exact_factors, bias.double(), impl="reference")
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        y = apply_int8(chain, x.to(dtype), values, scales, bias)
+        assert y.dtype == dtype
+        assert y.shape == exact.shape
+        assert (y.double() - exact).norm() <= tolerance * exact.norm()
+    with pytest.raises(bt.ShapeError):
+        apply_int8(chain, x[..., 1:], values, scales, bias)

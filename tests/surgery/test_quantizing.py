@@ -1,0 +1,119 @@
+"""quantize_: which layers, what they compute, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import buttress as bt
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(24, 36), bt.StructuredLinear(36, 48, bt.BTT(rank=4)), nn.ReLU(),
+        bt.StructuredLinear(48, 20, bt.LowRank(rank=9), normalize=True), nn.Linear(20, 5),
+    )  # fmt: skip
+
+
+def test_all_layers_but_the_head() -> None:
+    model = small_model()
+    x = torch.randn(7, 24)
+    y = model(x)
+    report = bt.quantize_(model)
+    assert report.layers == ("0", "1", "3")
+    assert report.left == ("4",)
+    assert "in floating point: 4" in str(report)
+    assert [type(m) for m in model] == [bt.Int8Linear, bt.Int8Linear, nn.ReLU, bt.Int8Linear, nn.Linear]
+    assert (model(x) - y).norm() < 0.03 * y.norm()
+    assert not torch.equal(model(x), y)
+    assert report.bytes_after < 0.45 * report.bytes_before
+    exact = model[1].to_dense() @ torch.ones(36) + model[1].bias
+    assert torch.allclose(model[1](torch.ones(36)), exact, atol=1e-4)
+
+
+def test_globs() -> None:
+    model = small_model()
+    assert bt.quantize_(model, "[14]").layers == ("1", "4")
+    with pytest.raises(bt.PlanError, match="names no linear layer"):
+        bt.quantize_(model, ["3", "nothing"])
+    assert isinstance(model[3], bt.StructuredLinear)
+
+
+def test_weights_that_are_not_finite() -> None:
+    model = small_model()
+    model[3].factors["U"].data[0, 0, 0] = torch.inf
+    with pytest.raises(bt.StructureError, match="infinite"):
+        bt.quantize_(model)
+    assert isinstance(model[0], nn.Linear), "the model is as it was"
+
+
+def test_state_dicts_and_dtypes() -> None:
+    model, other = small_model(), small_model()
+    for p in other.parameters():
+        p.data.add_(1.0)
+    bt.quantize_(model), bt.quantize_(other)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    x = torch.randn(3, 24)
+    assert torch.equal(other(x), model(x))
+    scales = [s.clone() for s in model[1].scales]
+    model.to(torch.bfloat16)
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(model[1].scales, scales, strict=True)), "no dtype rounds the scales"
+    with pytest.raises(bt.ReadOnlyError):
+        model[1].weight = torch.zeros(48, 36)
+
+
+def test_folders_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from buttress import hf
+    from small_transformers import llama, structured
+
+    model = structured(llama)
+    bt.quantize_(model)
+    for save in (lambda: hf.save(model, tmp_path / "m"), lambda: model.save_pretrained(tmp_path / "n")):
+        with pytest.raises(bt.PlanError, match="before"):
+            save()
+    assert not (tmp_path / "m").exists()
+
+
+def torchao_walk() -> Any:
+    """The walk of torchao's quantize_, in a module of its name."""
+    module = types.ModuleType("torchao.quantization.walk")
+    code = """
+def _is_linear(mod, *args):
+    import torch
+    return isinstance(mod, torch.nn.Linear)
+
+def walk(model, filter_fn):
+    if not filter_fn(model):
+        for name, child in list(model.named_children()):
+            walk(child, filter_fn)
+"""
+    exec(code, vars(module))
+    return module
+
+
+def test_torchao_is_refused() -> None:
+    module = torchao_walk()
+    with pytest.raises(bt.StructureError, match=r"bt\.quantize_"):
+        module.walk(small_model(), module._is_linear)
+    module.walk(small_model(), lambda m: isinstance(m, nn.Linear))  # the caller's own choice
+    assert dict(small_model()[1].named_children()).keys() == {"factors", "gains"}
+    module.walk(nn.Sequential(nn.Linear(2, 2)), module._is_linear)
+
+
+def test_torchao_itself_is_refused() -> None:
+    if "torchao" not in sys.modules:
+        pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    with pytest.raises(bt.StructureError, match=r"bt\.quantize_"):
+        quantize_(small_model(), Int8WeightOnlyConfig())
