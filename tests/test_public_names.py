@@ -38,7 +38,7 @@ OPTIONAL = {
         "generate",
         "lora",
         "save",
-    },  # fmt: skip
+    },
     "buttress.parallel": {"ColumnParallel", "RowParallel"},
     "buttress.vision": {"fill", "load", "model_args", "save"},
     "buttress.lab.diagnostics": {"Coordinate", "CoordinateCheck", "coordinate_check", "plot"},
