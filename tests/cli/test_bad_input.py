@@ -118,6 +118,8 @@ CASES = {
         "compress {model} --out {out} --plan {nowhere}",
         "compress {model} --out {out} --plan {file}",
         "compress {model} --out {out} --plan {other_plan}",
+        "compress {model} --out {out} --plan {other_plan} --head",
+        "compress {model} --out {out} --head yes",
         "compress {model} --out {out} --calibrate {nowhere}",
         "compress {model} --out {out} --calibrate {empty}",
         "compress {model} --out {out} --calibrate {file}",

@@ -99,3 +99,21 @@ def test_images_are_found_below_the_folder(pictures: Path, tmp_path: Path) -> No
     data = ImageData(files, model, batch=4, device="cpu")
     assert len(data.train) + len(data.test) == 40
     assert data.held_out()[0].shape[:2] == (4, 3)
+
+
+class TestAmounts:
+    """How many examples the effects of layers and the quality are measured on, by their outputs."""
+
+    def data(self, outputs: int) -> CalibrationData:
+        class Sequences(Numbers):
+            outputs_per_example = outputs  # type: ignore[assignment]
+
+        return Sequences(range(10_000), Path("numbers"), 32)
+
+    @pytest.mark.parametrize(("outputs", "expected"), [(1, [32, 32]), (128, [2]), (16, [16]), (4096, [2])])
+    def test_effects(self, outputs: int, expected: list[int]) -> None:
+        assert [len(batch) for batch in self.data(outputs).effect_batches()] == expected
+
+    @pytest.mark.parametrize(("outputs", "expected"), [(1, 1000), (128, 256), (1 << 20, 32)])
+    def test_quality(self, outputs: int, expected: int) -> None:
+        assert sum(map(len, self.data(outputs).held_out())) == expected
