@@ -9,6 +9,7 @@ FRAMING = ("tests/ops/test_framing.py", "tests/core/test_contract.py", "tests/co
 NORMS = ("tests/ops/test_norms.py",)
 STRIDES = ("tests/ops/test_strides.py", "tests/ops/test_layouts.py")
 LOOKUP = ("tests/ops/test_lookup.py", "tests/ops/test_lookup_rows.py")
+INT8 = ("tests/ops/test_int8.py",)
 FLOPS = ("tests/ops/test_flops.py", "tests/ops/fused/test_operators.py")
 
 MUTATIONS = (
@@ -242,5 +243,26 @@ MUTATIONS = (
         "2 * prod(query[:-1]) * key[-2]",
         "2 * prod(query[:-1]) * query[-2]",
         (*FLOPS, "tests/costs/test_counting_operators.py"),
+    ),
+    Mutation(
+        "scales of int8 rows are rounded down",
+        "ops/int8.py",
+        "+ 0xFFFF & ~0xFFFF",
+        "& ~0xFFFF",
+        INT8,
+    ),
+    Mutation(
+        "int8 scales of a block belong to its columns",
+        "ops/int8.py",
+        "largest = weight.detach().float().abs().amax(-1)",
+        "largest = weight.detach().float().abs().amax((-1, -2)).unsqueeze(-1).expand(weight.shape[:2])",
+        INT8,
+    ),
+    Mutation(
+        "only the first part of an int8 sum is applied",
+        "ops/int8.py",
+        "y = y + _apply_part(part, rows, own, own_scales or ())",
+        "_apply_part(part, rows, own, own_scales or ())",
+        INT8,
     ),
 )

@@ -23,6 +23,8 @@ REPORT = (
     "tests/surgery/test_report_unreached.py",
 )
 
+GENERATION = ("tests/integrations/test_generation.py",)
+
 MUTATIONS = (
     Mutation(
         "the last glob that matches wins",
@@ -324,5 +326,62 @@ MUTATIONS = (
         "roots[:, None] * right[:kept]",
         "roots[:, None] * right[-kept:]",
         EXPORT,
+    ),
+    Mutation(
+        "quantize_ takes the output head too",
+        "surgery/quantizing.py",
+        "if id(m) not in head.module_ids",
+        "if id(m)",
+        ("tests/surgery/test_quantizing.py",),
+    ),
+    Mutation(
+        "torchao passes over structured layers",
+        "nn/structured.py",
+        'startswith("torchao.") and chooses',
+        'startswith("torchao!") and chooses',
+        ("tests/surgery/test_quantizing.py",),
+    ),
+    Mutation(
+        "a folder of int8 layers is written",
+        "integrations/transformers_hooks.py",
+        "if any(isinstance(m, Int8Linear) for m in model.modules()):",
+        "if False:",
+        ("tests/surgery/test_quantizing.py",),
+    ),
+    Mutation(
+        "a decoder counts positions of padding",
+        "integrations/generation.py",
+        "positions = (mask.cumsum(1) - 1).clamp(min=0)",
+        "positions = torch.arange(length, device=ids.device).expand_as(ids)",
+        GENERATION,
+    ),
+    Mutation(
+        "a decoder attends to padding",
+        "integrations/generation.py",
+        "self._mask[:, :length] = mask",
+        "self._mask[:, :length] = 1",
+        GENERATION,
+    ),
+    Mutation(
+        "a decoder keeps the text before",
+        "integrations/generation.py",
+        """        self._cache.reset()  # type: ignore[no-untyped-call]
+        length""",
+        "        length",
+        GENERATION,
+    ),
+    Mutation(
+        "rows go on after their end",
+        "integrations/generation.py",
+        "tokens = torch.where(ended, padding, tokens)",
+        "tokens = torch.where(ended, tokens, tokens)",
+        GENERATION,
+    ),
+    Mutation(
+        "the temperature multiplies",
+        "integrations/generation.py",
+        "scaled = logits.float() / self.temperature",
+        "scaled = logits.float() * self.temperature",
+        GENERATION,
     ),
 )

@@ -58,3 +58,23 @@ def test_many_steps_are_compiled_in_one_process() -> None:
             assert torch.allclose(
                 compiled(step)(part, x[:, : part.shape[1]]), x[:, : part.shape[1]] @ part.mT, atol=1e-5
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_layers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(48, 64), bt.StructuredLinear(64, 96, bt.BTT(rank=3)), nn.Linear(96, 40))
+    bt.quantize_(layers, "*")
+    x = torch.randn(1, 48)
+
+    def step(x: Tensor) -> Tensor:
+        result: Tensor = layers(x)
+        return result
+
+    with torch.no_grad():
+        exact = x.double()
+        for layer in layers:
+            exact = exact @ layer.to_dense().double().mT + layer.bias
+        y = compiled(step)(x.to(dtype))
+    assert y.dtype == dtype
+    assert (y.double() - exact).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * exact.norm()

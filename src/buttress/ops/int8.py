@@ -23,6 +23,20 @@ _MAX_PACKED_ROWS = 4
 _PACKED_STEP = 16
 """torch's int8 kernel reads so many columns at a time: with a rest it gives wrong numbers or ends the process."""
 
+# An operator of our own, since torch's compiler does not accept computed scales in its rule for the kernel.
+torch.library.define("buttress::int8_rows", "(Tensor x, Tensor values, Tensor scales) -> Tensor")
+
+
+@torch.library.impl("buttress::int8_rows", "cpu")
+def _int8_rows(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    y: Tensor = torch._weight_int8pack_mm(x, values, scales.to(x.dtype))
+    return y
+
+
+@torch.library.register_fake("buttress::int8_rows")  # type: ignore[untyped-decorator]
+def _int8_rows_fake(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], values.shape[0])
+
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a factor to int8, with an error of at most half a scale per weight.
@@ -100,7 +114,7 @@ def _linear(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """x times the transpose of one int8 matrix."""
     small = 0 < x.shape[0] <= _MAX_PACKED_ROWS and x.shape[1] % _PACKED_STEP == 0
     if small and x.device.type == "cpu" and x.dtype == torch.bfloat16:
-        packed: Tensor = torch._weight_int8pack_mm(x.contiguous(), values, scales.to(x.dtype))
+        packed: Tensor = torch.ops.buttress.int8_rows(x.contiguous(), values, scales)
         return packed
     return F.linear(x, values.to(x.dtype)) * scales.to(x.dtype)
 

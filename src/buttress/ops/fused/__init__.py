@@ -62,5 +62,7 @@ def apply(
     if torch._C._len_torch_dispatch_stack():
         flops.register_if_imported()
         return apply_operator(strided, x, weights, scales, bias, recompute=recompute)
+    # Without gradients nothing is saved, and few tokens use a kernel that has no intermediates.
+    recompute = recompute or not torch.is_grad_enabled()
     y: Tensor = FusedFunction.apply(strided, recompute, x, bias, *weights, *scales)  # type: ignore[no-untyped-call]
     return y
