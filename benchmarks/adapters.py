@@ -51,7 +51,7 @@ OURS = {
     "sum": (3e-5, 1e-4, 3e-4),
 }
 """Learning rates of each structure: those of a dense layer. "sum" is BTT plus low rank, with half of the parameters."""
-PEFT = {"lora": (3e-4, 1e-3, 3e-3), "lokr": (1e-3, 3e-3, 1e-2), "oft": (3e-4, 1e-3, 3e-3), "boft": (1e-3, 3e-3, 1e-2)}
+PEFT = {"lora": (3e-4, 1e-3, 3e-3), "lokr": (1e-3, 3e-3, 1e-2), "oft": (3e-5, 1e-4, 3e-4), "boft": (1e-3, 3e-3, 1e-2)}
 """Learning rates of each method of peft."""
 DEFAULT = ("low_rank", "btt", "tensor_train", "sum", "lora", "lokr", "oft")
 SEPARATOR = "<|endoftext|>"
@@ -168,6 +168,14 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in trained_parameters(model))
 
 
+def boft_parameters(config: Any, layers: dict[str, nn.Linear]) -> int:
+    """Parameters of BOFT, whose blocks are stored whole; 0 if its sizes do not fit all layers."""
+    size, factors = config.boft_block_size, config.boft_n_butterfly_factor
+    if any(m.in_features % size or (factors > 1 and m.in_features // size % 2**factors) for m in layers.values()):
+        return 0
+    return sum(factors * m.in_features * size + m.out_features for m in layers.values())
+
+
 def peft_config(model: nn.Module, kind: str, rank: int) -> Any:
     """The config with the most parameters that are not more than LoRA's, counted without memory."""
     import peft
@@ -177,10 +185,14 @@ def peft_config(model: nn.Module, kind: str, rank: int) -> Any:
     best: tuple[int, Any] = (0, None)
     empty = copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), False) for p in model.parameters()})
     for config in peft_configs(kind, rank, list(layers)):
-        # Some sizes do not divide a layer's, and are refused with errors of several kinds.
-        with suppress(ValueError, AssertionError, RuntimeError), torch.device("meta"):
-            params = count(peft.get_peft_model(copy.deepcopy(empty), copy.deepcopy(config)))
-            best = max(best, (params, config), key=lambda pair: pair[0] if pair[0] <= target else 0)
+        params = 0
+        if kind == "boft":  # which cannot be built without memory
+            params = boft_parameters(config, layers)
+        else:
+            # Some sizes do not divide a layer's, and are refused with errors of several kinds.
+            with suppress(ValueError, AssertionError, RuntimeError), torch.device("meta"):
+                params = count(peft.get_peft_model(copy.deepcopy(empty), copy.deepcopy(config)))
+        best = max(best, (params, config), key=lambda pair: pair[0] if pair[0] <= target else 0)
     if best[1] is None:
         raise SystemExit(f"peft's {kind} has no size that fits: raise --rank")
     return best[1]

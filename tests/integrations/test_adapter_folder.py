@@ -170,6 +170,12 @@ def test_checksums_notice_any_change_and_names_are_those_without_adapters() -> N
         assert all(torch.equal(plain[n], found[n]) for n in plain)
 
 
+def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    bt.save_adapter(adapted(llama, "btt")[1], tmp_path / "a")
+    with pytest.raises(bt.PlanError, match=r"load the model, then call bt\.load_adapter_"):
+        bt.from_pretrained(tmp_path / "a")
+
+
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(bt.PlanError, match="no adapters to save"):
         bt.save_adapter(llama(), tmp_path / "a")

@@ -70,6 +70,8 @@ def library_of(folder: Path) -> Library:
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
             raise PlanError(f"{folder} holds an adapter, not a model: load the model, then the adapter with peft")
+        if (folder / "buttress-adapter.json").is_file():
+            raise PlanError(f"{folder} holds an adapter, not a model: load the model, then call bt.load_adapter_")
         raise PlanError(f"{folder} holds no model: there is no config.json in it")
     data = _read_json(path)
     if not isinstance(data, dict):
