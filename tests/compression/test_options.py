@@ -51,7 +51,7 @@ def test_keywords_of_version_0_1() -> None:
         ({"calibration_batches": 0}, "calibration_batches must be an integer >= 1"),
         ({"lr": 0.0}, "lr must be a number above 0"),
         ({"lr": float("nan")}, "lr must be a number above 0"),
-        ({"cost": "time"}, "cost is 'macs', 'params' or a function"),
+        ({"cost": "time"}, r"cost is 'macs', .*'prefill_ms' or a function"),
         ({"candidates": []}, "nothing to choose from"),
         ({"candidates": ["bbt"]}, "bbt"),
         ({"plan": bt.Plan()}, "with at least one layer"),
@@ -62,6 +62,7 @@ def test_keywords_of_version_0_1() -> None:
         ({"plan": PLAN, "candidates": ["btt"]}, "plan and candidates contradict each other"),
         ({"plan": PLAN, "cost": "params"}, "plan and cost contradict each other"),
         ({"plan": PLAN, "layers": ["*"]}, "plan and layers contradict each other"),
+        ({"plan": PLAN, "head": True}, "plan and head contradict each other"),
         ({"device": "card"}, "device must be a torch device"),
     ],
 )

@@ -80,3 +80,15 @@ class TestSharedSvds:
         with shared_svds():
             truncated_svd(torch.eye(3)[None], 2)
         assert splitting._LATEST.get() is None
+
+
+def test_very_many_outputs_keep_the_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep over a vocabulary of 49,152 would need 10 GB for its equations alone."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((1 << 14) + 1, 8, generator=generator)
+    target = Target.of(weight, torch.eye(8) + 0.5)
+    start = draft(bt.Monarch(blocks=2), target)
+    monkeypatch.setattr("buttress.projection.closed_form.refine", None)
+    after = refined(start, target, 2)
+    assert after.sweeps == 2
+    assert all(torch.equal(a, b) for a, b in zip(after.tensors, start.tensors, strict=True))

@@ -43,6 +43,9 @@ from buttress.projection.sums import alternate, one_by_one
 
 SWEEPS = 10
 """Default number of sweeps of `project` with moments or at a coupled bond, and of its rounds over a sum."""
+MAX_REFINED_OUTPUTS = 1 << 14
+"""Layers with more outputs, such as heads over a vocabulary, keep their closed form: the equations of a sweep have a row
+for each output, and grow with its square."""
 DAMPING = 1e-2
 """Default damping of the moments, as a multiple of their mean diagonal."""
 
@@ -165,7 +168,7 @@ def project(
             minimized instead of that of the weight.
         sweeps: Sweeps of alternating least squares after the closed form, or for a sum rounds over its parts; they
             never increase the error. Default: 10 with moments, for a sum, or if three factors share a bond
-            (`Chain.coupled_bonds`), otherwise none.
+            (`Chain.coupled_bonds`), otherwise none. Weights with more than 16,384 outputs have none.
         damping: Multiple of the mean diagonal that is added to the moments, for directions that no input had.
 
     Shape:
@@ -229,7 +232,8 @@ def closed_form(chain: AnyChain, target: Target) -> list[Tensor]:
 def refined(start: Draft, target: Target, sweeps: int) -> Draft:
     """Improve a draft by sweeps of alternating least squares.
 
-    Refining to two sweeps and then to four gives the same bits as refining to four.
+    Refining to two sweeps and then to four gives the same bits as refining to four. Above `MAX_REFINED_OUTPUTS` outputs
+    nothing is refined.
 
     Args:
         start: The draft, which is not modified.
@@ -241,7 +245,7 @@ def refined(start: Draft, target: Target, sweeps: int) -> Draft:
     """
     if sweeps <= start.sweeps:
         return start
-    if start.converged:
+    if start.converged or target.weight.shape[0] > MAX_REFINED_OUTPUTS:
         return replace(start, sweeps=sweeps)
     exact = target.weight
     if target.root is None:
