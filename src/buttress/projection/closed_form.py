@@ -44,8 +44,8 @@ from buttress.projection.sums import alternate, one_by_one
 SWEEPS = 10
 """Default number of sweeps of `project` with moments or at a coupled bond, and of its rounds over a sum."""
 MAX_REFINED_OUTPUTS = 1 << 14
-"""Layers with more outputs, such as heads over a vocabulary, keep their closed form: the equations of a sweep have a row
-for each output, and grow with its square."""
+"""Layers with more outputs, such as heads over a vocabulary, keep their closed form: the equations of a sweep grow with
+the square of their number."""
 DAMPING = 1e-2
 """Default damping of the moments, as a multiple of their mean diagonal."""
 
