@@ -1,6 +1,7 @@
 """torch.compile for the step of one token on a CPU, where reading the weights takes all of the time.
 
-A matmul of a single row is limited by memory bandwidth. Written as a product and a sum, the same arithmetic becomes a loop of the compiled code that reads each weight once, in order.
+A matmul of a single row is limited by memory bandwidth. Written as a product and a sum, the same arithmetic becomes a
+loop of the compiled code that reads each weight once, in order.
 """
 
 from __future__ import annotations
