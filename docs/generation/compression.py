@@ -72,12 +72,16 @@ def decoding_table() -> str:
             r["dtype"],
             r["engine"],
             r["batch"],
-            *(f"{float(r[name]):.1f}" for name in ("tokens_per_second", "bound")),
-            f"{int(r['bytes']) / 1e6:.0f}",
+            f"{float(r['tokens_per_second']):.1f}",
+            f"{float(r['bound']):.1f}",
+            f"{float(r['faster_than_first']):.2f}×",
+            f"{float(r['faster_by_bytes']):.2f}×",
+            f"{float(r['spread']):.0%}",
         )
         for r in rows("cpu/decode_models.csv")
     ]
-    return table("model | dtype | engine | batch | tokens per second | bound | MB read per step", cells)
+    heading = "model | dtype | engine | batch | tokens per second | bound | against dense | by bytes | spread"
+    return table(heading, cells)
 
 
 TABLES = {
