@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 import buttress as bt
 from buttress import hf
 
-KEY = ("model", "device", "threads", "dtype", "engine", "batch")
+KEY = ("model", "device", "threads", "dtype", "engine", "batch", "prompt", "new")
 Stream = Callable[[Tensor, int], Iterator[Tensor]]
 """(prompts, number of new tokens) -> the new tokens."""
 
@@ -135,6 +135,8 @@ def measure(
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "engine": engine,
                 "batch": batch,
+                "prompt": prompt,
+                "new": new,
                 "tokens_per_second": round(medians[name], 2),
                 "spread": round((max(speeds[name]) - min(speeds[name])) / medians[name], 3),
                 "faster_than_first": round(medians[name] / medians[first], 3),
@@ -198,7 +200,13 @@ def main() -> None:
                 if engine == "onnxruntime":  # the scales of int8 layers are stored in a form that ONNX has no name for
                     shown = {name: m for name, m in models.items() if not name.endswith(" int8")}
                 done = {tuple(str(row[k]) for k in KEY) for row in rows}
-                setting = (device_name, str(torch.get_num_threads()), dtype, engine, str(batch))
+                setting = (
+                    device_name,
+                    str(torch.get_num_threads()),
+                    dtype,
+                    engine,
+                    *map(str, (batch, options.prompt, options.new)),
+                )
                 if all((name, *setting) in done for name in shown):
                     continue
                 new = measure(

@@ -141,7 +141,7 @@ class Compression:
     Args:
         original: The model.
         calibration: Blocks of tokens.
-        work: The folder.
+        work: The folder, of one training text and one set of options.
         sweeps: Sweeps of the projection.
         mixes: Folders of `buttress compress`, by the fraction that they keep.
     """
@@ -196,18 +196,21 @@ class Table:
         path: The file.
         measured: Blocks of tokens of both texts.
         dense_macs: MACs of the original.
+        setting: Options that the rows depend on, which are columns.
     """
 
-    def __init__(self, path: Path, measured: tuple[Tensor, Tensor], dense_macs: int) -> None:
-        self.path, self.measured, self.dense_macs = path, measured, dense_macs
+    def __init__(
+        self, path: Path, measured: tuple[Tensor, Tensor], dense_macs: int, setting: dict[str, object]
+    ) -> None:
+        self.path, self.measured, self.dense_macs, self.setting = path, measured, dense_macs, setting
         self.rows: list[dict[str, object]] = []
         if path.is_file():
             with path.open(newline="") as file:
                 self.rows += csv.DictReader(file)
 
     def has(self, kind: str, keep: float, healed_tokens: int = 0) -> bool:
-        keys = ((row["model"], row["target"], row["healed_tokens"]) for row in self.rows)
-        return (kind, str(keep), str(healed_tokens)) in keys
+        own = {"model": kind, "target": keep, "healed_tokens": healed_tokens, **self.setting}
+        return any(all(str(row[key]) == str(value) for key, value in own.items()) for row in self.rows)
 
     def add(self, kind: str, keep: float, model: nn.Module, healed_tokens: int = 0, size: int = 0) -> None:
         """Measure a model and write its row."""
@@ -222,6 +225,7 @@ class Table:
             "healed_tokens": str(healed_tokens),
             "perplexity": perplexities[0],
             "perplexity_second": perplexities[1],
+            **self.setting,
         }
         self.rows.append(row)
         print(row, flush=True)
@@ -327,8 +331,11 @@ def main() -> None:
         tokenizer, read_text(options.train, 8 * options.calibrate * options.length), options.length, options.calibrate
     )
     mixes = {float(json.loads((f / "buttress-report.json").read_text())["keep"]): f for f in options.mix}
-    compression = Compression(original, calibration.to(options.device), options.work, options.sweeps, mixes)
-    table = Table(options.out, (measured, second), macs_of(original))
+    work = options.work / f"{options.train.stem}-{options.calibrate}-{options.length}-{options.sweeps}"
+    compression = Compression(original, calibration.to(options.device), work, options.sweeps, mixes)
+    names = ("length", "measure", "calibrate", "sweeps", "batch", "heal_length", "lr", "dense_lr", "device")
+    setting = {"train": options.train.name, **{name: getattr(options, name) for name in names}}
+    table = Table(options.out, (measured, second), macs_of(original), setting)
     tokens = options.heal * options.batch * options.heal_length
 
     def finish(kind: str, keep: float, model: nn.Module, healed_tokens: int, size: int = 0) -> None:
