@@ -88,7 +88,7 @@ class CalibrationData(ABC):
 
     def effect_batches(self) -> list[Any]:
         """A few batches to measure the effect of each layer on, which is done once for every layer."""
-        examples = self.train[: max(2, -(-EFFECT_OUTPUTS // self.outputs_per_example))]
+        examples = self.train[: max(1, -(-EFFECT_OUTPUTS // self.outputs_per_example))]
         starts = range(0, min(len(examples), EFFECT_BATCHES * self.batch), self.batch)
         return [self.collate(examples[start : start + self.batch]) for start in starts]
 
