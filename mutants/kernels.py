@@ -7,6 +7,7 @@ from mutants.mutation import Mutation
 KERNELS = ("tests/ops/fused/test_kernels.py",)
 OPERATORS = ("tests/ops/fused/test_autograd.py", "tests/ops/fused/test_operators.py")
 DECODING = ("tests/ops/fused/test_pair_launches.py",)
+INT8 = ("tests/ops/fused/test_int8.py",)
 
 MUTATIONS = (
     Mutation(
@@ -26,9 +27,58 @@ MUTATIONS = (
     Mutation(
         "decoding ignores that a slice is shared",
         "ops/fused/kernels.py",
-        "(o_block1 * SLICE_STRIDE1 * J1 + o_j1)",
-        "(o_block1 * J1 + o_j1)",
+        "o_row1 = o_block1 * SLICE_STRIDE1 * J1 + o_j1",
+        "o_row1 = o_block1 * J1 + o_j1",
         DECODING,
+    ),
+    Mutation(
+        "the scales of the second int8 factor are those of its first slice",
+        "ops/fused/kernels.py",
+        "tl.load(p_s2 + i_slice2 * J2 + o_j2, o_j2 < J2, 0.0)",
+        "tl.load(p_s2 + o_j2, o_j2 < J2, 0.0)",
+        INT8,
+    ),
+    Mutation(
+        "the scales of the first int8 factor ignore the slice",
+        "ops/fused/kernels.py",
+        "tl.load(p_s1 + o_row1, o_k2 < K2, 0.0)",
+        "tl.load(p_s1 + o_j1, o_k2 < K2, 0.0)",
+        INT8,
+    ),
+    Mutation(
+        "int8 sums are rounded before they are scaled",
+        "ops/fused/kernels.py",
+        "b_z *= tl.load(p_s1 + o_row1, o_k2 < K2, 0.0)[None, :]",
+        "b_z = b_z.to(p_x.dtype.element_ty).to(tl.float32) * tl.load(p_s1 + o_row1, o_k2 < K2, 0.0)[None, :]",
+        INT8,
+    ),
+    Mutation(
+        "the intermediate is rounded to int8",
+        "ops/fused/kernels.py",
+        "b_w2 = b_w2.to(p_x.dtype.element_ty)",
+        "b_w2 = b_w2",
+        INT8,
+    ),
+    Mutation(
+        "int8 layers drop the gradient of x",
+        "ops/fused/int8.py",
+        "(x.requires_grad or (bias is not None and bias.requires_grad))",
+        "(bias is not None and bias.requires_grad)",
+        INT8,
+    ),
+    Mutation(
+        "int8 scales of any shape are read",
+        "ops/fused/checks.py",
+        "if s.shape != f.shape[:2]:",
+        "if s.dim() != 2:",
+        INT8,
+    ),
+    Mutation(
+        "the kernel for few tokens always has two stages",
+        "ops/fused/pair_launches.py",
+        '"num_stages": 2 if shared_bytes <= device_limits(spec.device).program_shared_bytes else 1,',
+        '"num_stages": 2,',
+        INT8,
     ),
     Mutation(
         "the pair drops the bias",

@@ -261,8 +261,15 @@ MUTATIONS = (
     Mutation(
         "only the first part of an int8 sum is applied",
         "ops/int8.py",
-        "y = y + _apply_part(part, rows, own, own_scales or ())",
-        "_apply_part(part, rows, own, own_scales or ())",
+        "y = y + _apply_part(part, rows, own, own_scales or (), None)",
+        "_apply_part(part, rows, own, own_scales or (), None)",
+        INT8,
+    ),
+    Mutation(
+        "the bias of an int8 sum is added with each part",
+        "ops/int8.py",
+        "y = y + _apply_part(part, rows, own, own_scales or (), None)",
+        "y = y + _apply_part(part, rows, own, own_scales or (), bias)",
         INT8,
     ),
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import buttress as bt
 from buttress import ops
+from buttress.ops import fused
 from buttress.ops.int8 import apply_int8, rounded
+from buttress.ops.layouts import layouts_of
+from kernel_cases import DEVICE, LIMIT, poison_new_buffers, relative
 
 STRUCTURES = [
     bt.Dense(), bt.LowRank(rank=7), bt.BTT(rank=3), bt.Monarch(4), bt.Kronecker(), bt.TensorTrain(rank=3),
@@ -49,3 +54,50 @@ def test_the_reference_with_rounded_factors(structure: bt.Structure, rows: int, 
         assert (y.double() - exact).norm() <= tolerance * exact.norm()
     with pytest.raises(bt.ShapeError):
         apply_int8(chain, x[..., 1:], values, scales, bias)
+
+
+@pytest.mark.parametrize(
+    ("structure", "launches"),
+    [
+        (bt.BTT(rank=2), 1),
+        (bt.Sum(bt.BTT(rank=1), bt.LowRank(rank=4), bt.BTT(rank=2)), 2),
+        (bt.LowRank(rank=4), 0),
+        (bt.BTT(rank=2, cores=3), 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_parts_that_the_kernel_for_few_tokens_serves(
+    structure: bt.Structure, launches: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule as on a GPU; the bias is added once, in the dtype of x."""
+    pytest.importorskip("triton", reason="the kernels are written in triton")
+    poison_new_buffers(monkeypatch)
+    served: list[bt.Chain] = []
+    kernel = fused.apply_int8_rows
+
+    def apply_int8_rows(chain: bt.Chain, *args: Any) -> torch.Tensor:
+        served.append(chain)
+        return kernel(chain, *args)
+
+    monkeypatch.setattr(fused, "apply_int8_rows", apply_int8_rows)
+    monkeypatch.setattr(fused, "serves_int8", lambda chain, x, bias: layouts_of(chain).decodable)
+    chain = structure.chain(67, 71)
+    pairs = [rounded(torch.randn(f.shape, device=DEVICE)) for f in chain.factors]
+    bias = torch.randn(71, device=DEVICE) if biased else None
+    x = torch.randn(2, 3, 67, device=DEVICE).half()
+    y = apply_int8(chain, x, [v for v, _ in pairs], [s for _, s in pairs], bias)
+    factors = [v.double() * s.double().unsqueeze(-1) for v, s in pairs]
+    exact = ops.apply(chain, x.double(), factors, None if bias is None else bias.double(), impl="reference")
+    assert len(served) == launches
+    assert y.dtype == torch.float16
+    assert y.shape == exact.shape
+    assert relative(y, exact) < LIMIT[torch.float16]
+
+
+def test_the_gradient_of_the_input() -> None:
+    layer = bt.Int8Linear.of(bt.StructuredLinear(67, 71, bt.BTT(rank=2), device=DEVICE))
+    x = torch.randn(2, 67, device=DEVICE, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert relative(x.grad, layer.to_dense().double().sum(0).expand(2, 67)) < 1e-5

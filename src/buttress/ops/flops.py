@@ -35,6 +35,7 @@ def register() -> None:
         torch.ops.aten._cudnn_rnn: _recurrent_layers,
         torch.ops.aten.miopen_rnn: _recurrent_layers,
         torch.ops.buttress.chain: _chain,
+        torch.ops.buttress.chain_int8: _chain,
         torch.ops.buttress.chain_backward: _chain_backward,
     }
     for namespace, name in _GROUPED_PRODUCTS_OF_OTHERS:

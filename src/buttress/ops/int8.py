@@ -14,6 +14,7 @@ from torch import Tensor
 from buttress.core.chain import Chain
 from buttress.core.chain_sum import AnyChain
 from buttress.errors import ShapeError
+from buttress.ops import fused
 from buttress.ops.bmm_layout import BmmLayout
 from buttress.ops.framing import autocast_dtype, by_part, read_window
 from buttress.ops.layouts import layouts_of
@@ -64,8 +65,9 @@ def apply_int8(
 ) -> Tensor:
     """Multiply by the matrix of a chain whose factors are in int8.
 
-    Scales multiply the results of each factor. With torch.compile, the step of a single token reads the int8 values
-    themselves; with bfloat16 on a CPU, so does torch's own kernel for unblocked factors.
+    Scales multiply the results of each factor. On a GPU, the fused kernel for few tokens reads the int8 values
+    themselves where `fused.serves_int8`. On a CPU, so does the step of a single token with torch.compile, and torch's
+    own kernel for unblocked factors in bfloat16. Elsewhere each call converts the values to the dtype of x.
 
     Args:
         chain: The chain, or the sum of chains.
@@ -89,15 +91,25 @@ def apply_int8(
         x = x.to(dtype)
     rows = x.reshape(-1, chain.d_in)
     first, *others = by_part(chain, values, scales)
-    y = _apply_part(first[0], rows, first[1], first[2] or ())
+    bias = None if bias is None else bias.to(x.dtype)
+    y = _apply_part(first[0], rows, first[1], first[2] or (), bias)
     for part, own, own_scales in others:
-        y = y + _apply_part(part, rows, own, own_scales or ())
-    y = y if bias is None else y + bias.to(y.dtype)
+        y = y + _apply_part(part, rows, own, own_scales or (), None)
     return y.reshape(*x.shape[:-1], chain.d_out)
 
 
-def _apply_part(chain: Chain, x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
-    """Multiply the rows of x by the matrix of one chain."""
+def _apply_part(
+    chain: Chain, x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:
+    """Multiply the rows of x by the matrix of one chain, and add the bias."""
+    if fused.serves_int8(chain, x, bias):
+        return fused.apply_int8_rows(chain, x, values, scales, bias)
+    y = _converted(chain, x, values, scales)
+    return y if bias is None else y + bias
+
+
+def _converted(chain: Chain, x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
+    """Multiply the rows of x by the matrix of one chain in torch's own operations."""
     layout = layouts_of(chain).bmm
     pad_in, pad_out = chain.padding
     x = F.pad(x, (0, pad_in)) if pad_in else x

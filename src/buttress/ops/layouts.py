@@ -7,15 +7,20 @@ Chains are immutable, and so are their layouts. They are stored in the chain's `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from buttress.core.chain import Chain
 from buttress.ops.bmm_layout import BmmLayout, bmm_layout
 from buttress.ops.lookup_layout import LookupLayout, lookup_layout
-from buttress.ops.strides import Signature, StridedChain, largest_offset, strided_chain
+from buttress.ops.strides import Signature, StridedChain, Strides, largest_offset, strided_chain
 from buttress.ops.tuning import TILE_TOKENS
 
 MAX_OFFSET = (1 << 31) - (1 << 16)
 """Offsets of the fused kernels are 32 bits wide; the rest is for the entries of the last tile that are masked."""
+MAX_ON_CHIP = 256
+"""Longest side of a slice that a program of the fused kernels keeps on the chip as a whole."""
+MAX_DECODE_TOKENS = 64
+"""Most tokens for which the kernel for few tokens is used."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Layouts:
         strided: Strides for the fused kernels, or None where they do not support the chain.
         signature: Sizes on which the speed of the kernels depends; None where they do not support the chain.
         refusal: Why the fused kernels do not support the chain, or None where they do.
+        decodable: Whether the kernel for few tokens supports the chain.
         lookup: How rows of the matrix are looked up.
     """
 
@@ -34,6 +40,7 @@ class Layouts:
     strided: StridedChain | None
     signature: Signature | None
     refusal: str | None
+    decodable: bool
     lookup: LookupLayout
 
 
@@ -55,6 +62,7 @@ def _derive_layouts(chain: Chain) -> Layouts:
         strided=strided,
         signature=None if strided is None else strided.signature,
         refusal=refusal,
+        decodable=strided is not None and is_decodable(strided),
         lookup=lookup_layout(chain),
     )
     object.__setattr__(chain, "cache", layouts)
@@ -68,3 +76,25 @@ def _refusal(chain: Chain, strided: StridedChain | None) -> str | None:
     if (offset := largest_offset(chain, strided, TILE_TOKENS)) > MAX_OFFSET:
         return f"count at most {MAX_OFFSET:,} numbers in a slice, a token or a tile, and this chain has {offset:,}"
     return None
+
+
+@lru_cache(maxsize=4096)
+def is_pair(strided: StridedChain) -> bool:
+    """Whether a chain has two factors, each with blocks whose inputs fit on the chip."""
+    return len(strided.factors) == 2 and max(f.source.size for f in strided.factors) <= MAX_ON_CHIP
+
+
+@lru_cache(maxsize=4096)
+def is_decodable(strided: StridedChain) -> bool:
+    """Whether the kernel for few tokens supports a chain."""
+    if not is_pair(strided):
+        return False
+    first, second = strided.factors
+    contiguous = Strides(first.source.size, first.source.size, 0, 1)
+    return (
+        first.source == contiguous
+        and len(first.block_axes) == 1
+        and first.block_axes[0].source_stride == first.source.size
+        and second.blocks >= 8
+        and first.slices * first.source.size * first.target.size <= MAX_OFFSET  # addressed as a whole
+    )

@@ -22,8 +22,7 @@ from buttress.ops import fused, speeds
 from buttress.ops.fused import availability, kernels
 from buttress.ops.fused.checks import DTYPES, require_strided
 from buttress.ops.fused.factor_launches import REDUCED_ENTRIES
-from buttress.ops.fused.pair_launches import is_decodable
-from buttress.ops.layouts import MAX_OFFSET, layouts_of
+from buttress.ops.layouts import MAX_OFFSET, is_decodable, layouts_of
 from buttress.ops.strides import largest_offset, strided_chain
 from buttress.ops.tuning import TILE_TOKENS, Forward, Tuning
 from kernel_cases import DEVICE, STRUCTURES, check, relative

@@ -14,10 +14,11 @@ from buttress.core.chain import Chain
 from buttress.ops import flops
 from buttress.ops.fused.autograd import FusedFunction
 from buttress.ops.fused.checks import check_operands, require_strided
+from buttress.ops.fused.int8 import apply_int8_rows, serves_int8
 from buttress.ops.fused.operators import apply_operator
 from buttress.ops.fused.selection import graphed, preferred, tuned
 
-__all__ = ["apply", "graphed", "preferred", "tuned"]
+__all__ = ["apply", "apply_int8_rows", "graphed", "preferred", "serves_int8", "tuned"]
 
 
 def apply(

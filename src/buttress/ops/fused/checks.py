@@ -66,11 +66,7 @@ def check_operands(
         ShapeError: If a factor or the bias has the wrong shape.
         ButtressError: If dtypes or devices differ.
     """
-    if bias is not None and bias.shape != (chain.d_out,):
-        raise ShapeError(f"the bias must have {chain.d_out} numbers, got a tensor of shape {tuple(bias.shape)}")
-    for f, w in zip(chain.factors, weights, strict=True):
-        if w.shape != f.shape:
-            raise ShapeError(f"factor {f.name} must have the shape {f.shape}, got {tuple(w.shape)}")
+    _check_shapes(chain, weights, bias)
     operands = [*weights, *([] if bias is None else [bias])]
     if any(t.dtype != x.dtype or t.device != x.device for t in operands) or any(s.device != x.device for s in scales):
         placements = ", ".join(sorted({f"{t.dtype} on {t.device}" for t in (*operands, *scales)}))
@@ -78,3 +74,41 @@ def check_operands(
             f"x is {x.dtype} on {x.device}, but the layer's parameters are {placements}: "
             "move them to the same dtype and device"
         )
+
+
+def check_int8_operands(
+    chain: Chain, x: Tensor, values: Sequence[Tensor], scales: Sequence[Tensor], bias: Tensor | None
+) -> None:
+    """As `check_operands`, for int8 factors with one float32 scale per row.
+
+    Args:
+        chain: The chain.
+        x: The input.
+        values: The int8 factors in order of application.
+        scales: Their scales.
+        bias: The bias, in the dtype of x.
+
+    Raises:
+        ShapeError: If a factor, its scales or the bias have the wrong shape.
+        ButtressError: If dtypes or devices are not those that the kernel needs.
+    """
+    _check_shapes(chain, values, bias)
+    for f, s in zip(chain.factors, scales, strict=True):
+        if s.shape != f.shape[:2]:
+            raise ShapeError(f"the scales of factor {f.name} must have the shape {f.shape[:2]}, got {tuple(s.shape)}")
+    needed = [(t, torch.int8) for t in values] + [(t, torch.float32) for t in scales]
+    needed += [] if bias is None else [(bias, x.dtype)]
+    if any(t.dtype != dtype or t.device != x.device for t, dtype in needed):
+        placements = ", ".join(sorted({f"{t.dtype} on {t.device}" for t, _ in needed}))
+        raise ButtressError(
+            f"the kernel for int8 factors takes int8 values, float32 scales and a bias of {x.dtype} on {x.device}, "
+            f"got {placements}"
+        )
+
+
+def _check_shapes(chain: Chain, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+    if bias is not None and bias.shape != (chain.d_out,):
+        raise ShapeError(f"the bias must have {chain.d_out} numbers, got a tensor of shape {tuple(bias.shape)}")
+    for f, w in zip(chain.factors, weights, strict=True):
+        if w.shape != f.shape:
+            raise ShapeError(f"factor {f.name} must have the shape {f.shape}, got {tuple(w.shape)}")

@@ -13,7 +13,6 @@ from torch import Tensor
 from buttress.ops.fused import kernels
 from buttress.ops.fused.buffers import Buffer, tokens_and_tiles
 from buttress.ops.fused.launches import (
-    MAX_ON_CHIP,
     Launch,
     TensorSpec,
     cdiv,
@@ -25,6 +24,7 @@ from buttress.ops.fused.launches import (
     stage_count,
     tile_size,
 )
+from buttress.ops.layouts import MAX_ON_CHIP
 from buttress.ops.strides import StridedChain, StridedFactor
 from buttress.ops.tuning import TILE_TOKENS, Backward, Forward, Tuning
 

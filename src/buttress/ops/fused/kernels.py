@@ -347,10 +347,11 @@ def decode_pair(
     K1: tl.constexpr, J1: tl.constexpr, K2: tl.constexpr, J2: tl.constexpr,
     SLICE_STRIDE1: tl.constexpr, SRC_STRIDES2: tl.constexpr, DST_STRIDES2: tl.constexpr,
     T: tl.constexpr, BK1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, ROWS_SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both factors for few tokens. Each program computes the rows of z that its block of the second factor needs, so
-    no program waits for another. SLICE_STRIDE1 is 0 where the first weight is shared."""
+    no program waits for another. SLICE_STRIDE1 is 0 where the first weight is shared. ROWS_SCALED: the scales are
+    (slice, j), and the weights may be int8, which all dtypes of x hold exactly."""
     i_program = tl.program_id(0)
     i_block, i_part = i_program % n_blocks, i_program // n_blocks % n_parts
     o_t = i_program // (n_blocks * n_parts) * T + tl.arange(0, T)  # [T]
@@ -358,7 +359,8 @@ def decode_pair(
     o_k1 = tl.arange(0, BK1)  # [BK1]
     z_offset = _block_offset(p_table2 + i_block * 3, SRC_STRIDES2)
     o_y = _block_offset(p_table2 + i_block * 3 + 1, DST_STRIDES2) + _strided(o_j2, DST_STRIDES2)  # [BJ2]
-    p_slice2 = p_w2 + tl.load(p_table2 + i_block * 3 + 2).to(tl.int64) * J2 * K2
+    i_slice2 = tl.load(p_table2 + i_block * 3 + 2).to(tl.int64)
+    p_slice2 = p_w2 + i_slice2 * J2 * K2
     if SCALED:
         scale1 = tl.load(p_s1).to(tl.float32)
     b_acc = tl.zeros((T, BJ2), tl.float32)  # [T, BJ2]
@@ -366,10 +368,9 @@ def decode_pair(
         o_k2 = k_first + tl.arange(0, BK2)  # [BK2]
         o_z = z_offset + _strided(o_k2, SRC_STRIDES2)  # [BK2]
         o_block1, o_j1 = o_z // J1, o_z % J1  # [BK2]
+        o_row1 = o_block1 * SLICE_STRIDE1 * J1 + o_j1  # [BK2]
         m_w1 = (o_k2[:, None] < K2) & (o_k1[None, :] < K1)  # [BK2, BK1]
-        b_w1 = tl.load(
-            p_w1 + (o_block1 * SLICE_STRIDE1 * J1 + o_j1)[:, None] * K1 + o_k1[None, :], m_w1, 0.0
-        ).to(tl.float32)  # [BK2, BK1]  # fmt: skip
+        b_w1 = tl.load(p_w1 + o_row1[:, None] * K1 + o_k1[None, :], m_w1, 0.0).to(tl.float32)  # [BK2, BK1]
         o_column = o_block1[:, None] * K1 + o_k1[None, :]  # [BK2, BK1]
         o_x = o_t.to(tl.int64)[:, None, None] * d_in + o_column[None, :, :]  # [T, BK2, BK1]
         m_x = (o_t[:, None, None] < n_tokens) & (m_w1 & (o_column < d_in))[None, :, :]  # [T, BK2, BK1]
@@ -377,15 +378,20 @@ def decode_pair(
         b_z = tl.sum(b_x * b_w1[None, :, :], 2)  # [T, BK2]
         if SCALED:
             b_z *= scale1
+        if ROWS_SCALED:
+            b_z *= tl.load(p_s1 + o_row1, o_k2 < K2, 0.0)[None, :]
         b_w2 = tl.load(
             p_slice2 + o_j2[:, None] * K2 + o_k2[None, :], (o_j2[:, None] < J2) & (o_k2[None, :] < K2), 0.0
         )  # [BJ2, BK2]  # fmt: skip
         if T >= 16:
+            b_w2 = b_w2.to(p_x.dtype.element_ty)
             b_acc = tl.dot(b_z.to(b_w2.dtype), tl.trans(b_w2), b_acc, input_precision=PRECISION)  # [T, BJ2]
         else:
             b_acc += tl.sum(b_z[:, None, :] * b_w2[None, :, :].to(tl.float32), 2)  # [T, BJ2]
     if SCALED:
         b_acc *= tl.load(p_s2).to(tl.float32)
+    if ROWS_SCALED:
+        b_acc *= tl.load(p_s2 + i_slice2 * J2 + o_j2, o_j2 < J2, 0.0)[None, :]
     m_y = (o_j2 < J2) & (o_y < d_out)  # [BJ2]
     if BIASED:
         b_acc += tl.load(p_bias + o_y, m_y, 0.0).to(tl.float32)[None, :]

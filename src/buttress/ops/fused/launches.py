@@ -14,8 +14,6 @@ from buttress.errors import ButtressError
 from buttress.ops.fused.availability import INTERPRETED
 from buttress.ops.strides import StridedChain, StridedFactor, Strides
 
-MAX_ON_CHIP = 256
-"""Longest side of a slice that a program keeps on the chip as a whole."""
 MAX_SHARED_BYTES, RESERVED_SHARED_BYTES = 200 << 10, 24 << 10
 """Shared memory that a program may use, and how much of a smaller GPU's limit is left to the compiler."""
 

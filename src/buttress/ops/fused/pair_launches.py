@@ -15,7 +15,6 @@ from buttress.ops.fused import kernels
 from buttress.ops.fused.availability import INTERPRETED
 from buttress.ops.fused.factor_launches import FactorPlan
 from buttress.ops.fused.launches import (
-    MAX_ON_CHIP,
     Launch,
     OversizeKernelError,
     TensorSpec,
@@ -28,14 +27,12 @@ from buttress.ops.fused.launches import (
     stage_count,
     tile_size,
 )
-from buttress.ops.layouts import MAX_OFFSET
-from buttress.ops.strides import StridedChain, Strides
+from buttress.ops.layouts import MAX_ON_CHIP
+from buttress.ops.strides import StridedChain
 from buttress.ops.tuning import TILE_TOKENS, Forward
 
 log = logging.getLogger(__name__)
 
-MAX_DECODE_TOKENS = 64
-"""Maximum number of tokens for `launch_decode`."""
 IN_FLIGHT_BYTES, RING_GROUPS = 24 << 20, 2
 """Bytes of z in flight between the factors of a pair, about half of an L2 cache, and in how many groups of tiles."""
 REFUSED_LAUNCHES = ("cooperative launch", "operation not supported")
@@ -57,12 +54,6 @@ class PairPlan:
     programs: int
     resident_programs: int
     launch: Launch
-
-
-@lru_cache(maxsize=4096)
-def is_pair(strided: StridedChain) -> bool:
-    """Whether a chain has two factors, each with blocks whose inputs fit on the chip."""
-    return len(strided.factors) == 2 and max(f.source.size for f in strided.factors) <= MAX_ON_CHIP
 
 
 def launch_pair(
@@ -182,22 +173,6 @@ def _pair_constants(strided: StridedChain) -> dict[str, Any]:
     return dict(zip(names, (*sizes, *kernel_strides(first), *kernel_strides(second)), strict=True))
 
 
-@lru_cache(maxsize=4096)
-def is_decodable(strided: StridedChain) -> bool:
-    """Whether `launch_decode` supports a chain."""
-    if not is_pair(strided):
-        return False
-    first, second = strided.factors
-    contiguous = Strides(first.source.size, first.source.size, 0, 1)
-    return (
-        first.source == contiguous
-        and len(first.block_axes) == 1
-        and first.block_axes[0].source_stride == first.source.size
-        and second.blocks >= 8
-        and first.slices * first.source.size * first.target.size <= MAX_OFFSET  # addressed as a whole
-    )
-
-
 def launch_decode(
     strided: StridedChain,
     x: Tensor,
@@ -205,10 +180,16 @@ def launch_decode(
     scales: Sequence[Tensor],
     bias: Tensor | None,
     y: Tensor,
+    *,
+    rows_scaled: bool = False,
 ) -> None:
-    """Write y for at most `MAX_DECODE_TOKENS` tokens, with a kernel whose programs do not wait for each other."""
+    """Write y for few tokens, with a kernel whose programs do not wait for each other.
+
+    With `rows_scaled`, the weights are int8, and the scales have one number for each row of each slice.
+    """
     tile_tokens = min(1 << (x.shape[0] - 1).bit_length(), 16)
-    table, parts, launch = _decode_plan(strided, TensorSpec.of(x), tile_tokens, bool(scales), bias is not None)
+    scaled = bool(scales) and not rows_scaled
+    table, parts, launch = _decode_plan(strided, TensorSpec.of(x), tile_tokens, scaled, bias is not None, rows_scaled)
     scale1, scale2 = scales or (x, x)
     blocks = strided.factors[1].blocks
     launch(
@@ -219,19 +200,25 @@ def launch_decode(
 
 
 @lru_cache(maxsize=4096)
-def _decode_plan(strided: StridedChain, spec: TensorSpec, tile_tokens: int, scaled: bool, biased: bool) -> FactorPlan:
+def _decode_plan(
+    strided: StridedChain, spec: TensorSpec, tile_tokens: int, scaled: bool, biased: bool, rows_scaled: bool
+) -> FactorPlan:
     """The plan of the second factor; `programs` are the parts of each of its blocks."""
     first, second = strided.factors
     bk1 = tile_size(first.source.size, MAX_ON_CHIP)
     bj2 = tile_size(second.target.size, 64)
     # A program multiplies at most 16384 entries of x at a time.
     bk2 = tile_size(second.source.size, max(16, 16384 // (tile_tokens * bk1)))
+    shared_bytes = ((tile_tokens + 1) * bk1 + bj2) * bk2 * spec.dtype.itemsize
     # The first factor's source is contiguous and its target is never stored.
     unused = ("SRC_STRIDES1", "DST_STRIDES1")
     constants = {
         **{name: value for name, value in _pair_constants(strided).items() if name not in unused},
         "SLICE_STRIDE1": first.block_axes[0].weight_stride, "T": tile_tokens, "BK1": bk1, "BK2": bk2, "BJ2": bj2,
-        "SCALED": scaled, "BIASED": biased, "PRECISION": spec.precision, "num_warps": 4, "num_stages": 2,
+        "SCALED": scaled, "ROWS_SCALED": rows_scaled, "BIASED": biased, "PRECISION": spec.precision,
+        "num_warps": 4,
+        # One stage keeps the tiles in registers.
+        "num_stages": 2 if shared_bytes <= device_limits(spec.device).program_shared_bytes else 1,
     }  # fmt: skip
     launch = Launch(kernels.decode_pair, constants)
     return FactorPlan(offset_table(second, spec.device), cdiv(second.target.size, bj2), launch)

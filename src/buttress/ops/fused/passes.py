@@ -11,7 +11,8 @@ from torch import Tensor
 from buttress.ops.fused.buffers import buffers, new_intermediate
 from buttress.ops.fused.factor_launches import FactorLauncher
 from buttress.ops.fused.launches import TensorSpec, on_device_of_x
-from buttress.ops.fused.pair_launches import MAX_DECODE_TOKENS, is_decodable, is_pair, launch_decode, launch_pair
+from buttress.ops.fused.pair_launches import launch_decode, launch_pair
+from buttress.ops.layouts import MAX_DECODE_TOKENS, is_decodable, is_pair
 from buttress.ops.strides import StridedChain
 from buttress.ops.tuning import Tuning
 
@@ -68,6 +69,29 @@ def forward(
     for i in range(last + 1):
         launcher.forward(i, ends[i], ends[i + 1], bias if i == last else None)
     return y, z if save else None
+
+
+@on_device_of_x
+def forward_int8(strided: StridedChain, x: Tensor, values: Tensors, scales: Tensors, bias: Tensor | None) -> Tensor:
+    """Apply a chain whose factors are int8, with the kernel for few tokens.
+
+    Args:
+        strided: The chain, which `is_decodable`.
+        x: The input, contiguous like all other tensors.
+        values: The int8 factors in order of application.
+        scales: One float32 multiplier for each row of each slice of a factor.
+        bias: Added to the result.
+
+    Shape:
+        x (tokens, d_in), values (slices, j, k) each, scales (slices, j) each -> (tokens, d_out).
+
+    Returns:
+        The result.
+    """
+    y = x.new_empty(x.shape[0], strided.d_out)
+    if x.shape[0]:
+        launch_decode(strided, x, values, scales, bias, y, rows_scaled=True)
+    return y
 
 
 @on_device_of_x

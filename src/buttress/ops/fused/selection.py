@@ -35,13 +35,9 @@ def preferred(chain: Chain, x: Tensor) -> bool:
     """
     if x.device.type != "cuda" or not availability.TRITON or (signature := layouts_of(chain).signature) is None:
         return False
-    # Function transforms and forward-mode derivatives need torch's own operations.
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if needs_torch_operations():
         return False
     compiling = torch.compiler.is_compiling()
-    if not compiling and torch._C._len_torch_dispatch_stack():
-        # Modes that observe or replace operations see torch.bmm.
-        return False
     # A compiler may leave the number of tokens open.
     tokens = speeds.MANY_TOKENS if compiling else x.shape[0]
     if tokens > MAX_OFFSET:
@@ -49,6 +45,14 @@ def preferred(chain: Chain, x: Tensor) -> bool:
     return speeds.prefers_kernels(
         signature, x.dtype, x.device.index or 0, tokens, torch.is_grad_enabled(), compiling or _graph_depth > 0
     )
+
+
+def needs_torch_operations() -> bool:
+    """Whether a function transform, a forward-mode derivative or a dispatch mode needs torch's own operations."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    # Modes that observe or replace operations see torch.bmm.
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager
