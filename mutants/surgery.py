@@ -300,6 +300,20 @@ MUTATIONS = (
         ADAPTER_FOLDER,
     ),
     Mutation(
+        "integers are loaded as an adapter",
+        "integrations/adapter_folder.py",
+        "if dtype is None or dtype.is_floating_point != floating:",
+        "if dtype is None:",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
+        "an adapter is loaded onto a deeper model",
+        "integrations/adapter_folder.py",
+        "if name not in saved.base and id(tensor) not in trained and",
+        "if False and id(tensor) not in trained and",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
         "links out of an adapter's folder are followed",
         "integrations/adapter_folder.py",
         "if leaves(folder, file):",
