@@ -279,6 +279,13 @@ MUTATIONS = (
         ADAPTING,
     ),
     Mutation(
+        "a head stays untied without its adapter",
+        "surgery/merging.py",
+        "layers[name].weight, tied = other, True",
+        "tied = True",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
         "a checksum that does not notice order",
         "integrations/base_checksums.py",
         "chunk * (positions * 0x9E3779B97F4A7C1 + 0x5851F42D4C957F)",

@@ -317,6 +317,32 @@ def test_the_head_of_a_tied_model_alone(tmp_path: Path, caplog: pytest.LogCaptur
     assert torch.equal(outputs(base), outputs(model))
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"lm_head": "low_rank(rank=2)"},
+        {"model.embed_tokens": "low_rank(rank=2)"},
+        {"model.embed_tokens": "low_rank(rank=2)", "lm_head": "btt"},
+    ],
+)
+def test_removing_adapters_ties_the_head_again(plan: dict[str, str]) -> None:
+    base, model = adapted(tied, plan)
+    assert not model.config.tie_word_embeddings
+    bt.unadapt_(copy.deepcopy(model))
+    bt.unadapt_(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.tie_word_embeddings
+    assert model.all_tied_weights_keys == base.all_tied_weights_keys
+    assert torch.equal(outputs(model), outputs(base))
+
+
+def test_weights_that_differ_since_are_not_tied_again() -> None:
+    _, model = adapted(tied, {"lm_head": "low_rank(rank=2)"}, train=["model.embed_tokens.weight"])
+    bt.unadapt_(model)
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    assert not model.config.tie_word_embeddings
+
+
 def test_trainer_trains_the_adapter_alone_and_its_checkpoint_loads(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
