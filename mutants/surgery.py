@@ -279,6 +279,13 @@ MUTATIONS = (
         ADAPTING,
     ),
     Mutation(
+        "a head stays untied without its adapter",
+        "surgery/merging.py",
+        "layers[name].weight, tied = other, True",
+        "tied = True",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
         "a checksum that does not notice order",
         "integrations/base_checksums.py",
         "chunk * (positions * 0x9E3779B97F4A7C1 + 0x5851F42D4C957F)",
@@ -297,6 +304,20 @@ MUTATIONS = (
         "integrations/adapter_folder.py",
         "(factors | trained | buffers).items()",
         "(factors | buffers).items()",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
+        "integers are loaded as an adapter",
+        "integrations/adapter_folder.py",
+        "if dtype is None or dtype.is_floating_point != floating:",
+        "if dtype is None:",
+        ADAPTER_FOLDER,
+    ),
+    Mutation(
+        "an adapter is loaded onto a deeper model",
+        "integrations/adapter_folder.py",
+        "if name not in saved.base and id(tensor) not in trained and",
+        "if False and id(tensor) not in trained and",
         ADAPTER_FOLDER,
     ),
     Mutation(

@@ -155,6 +155,40 @@ def test_another_base_is_refused_and_left_alone(tmp_path: Path) -> None:
         bt.load_adapter_(different, tmp_path / "a")
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_deeper_model_is_another_one(strict: bool, tmp_path: Path) -> None:
+    def deep(layers: int) -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+
+    model = deep(3)
+    bt.adapt_(model, {"*": "btt"})
+    bt.save_adapter(model, tmp_path / "a")
+    deeper = deep(5)
+    with pytest.raises(
+        bt.PlanError, match=r"^the model has 3\.weight, which the one .* was trained on lacks: load the"
+    ):
+        bt.load_adapter_(deeper, tmp_path / "a", strict=strict)
+    assert [type(layer) for layer in deeper] == [nn.Linear] * 5
+    assert bt.load_adapter_(deep(3), tmp_path / "a", strict=strict) is not None
+
+
+def test_shared_and_packed_parameters_that_are_trained(tmp_path: Path) -> None:
+    base, model = adapted(tied, {"*_proj": "btt"}, train=["model.embed_tokens.weight"])
+    bt.save_adapter(model, tmp_path / "shared")
+    bt.load_adapter_(base, tmp_path / "shared")
+    assert torch.equal(outputs(base), outputs(model))
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()
+    plain, x = copy.deepcopy(layer), torch.randn(2, 5, 16)
+    bt.adapt_(layer, {"linear1": "btt"}, train=["self_attn.*"])
+    with torch.no_grad():
+        layer.self_attn.in_proj_weight.mul_(1.1)
+    bt.save_adapter(layer, tmp_path / "packed")
+    bt.load_adapter_(plain, tmp_path / "packed")
+    torch.testing.assert_close(plain(x), layer(x), rtol=0, atol=0)
+
+
 def test_checksums_notice_any_change_and_names_are_those_without_adapters() -> None:
     values = torch.randn(40, 30)
     digits = checksum(values)
@@ -204,6 +238,17 @@ def _grow(folder: Path) -> None:
     save_file({n: torch.zeros(2, *t.shape[1:]) for n, t in tensors.items()}, folder / WEIGHTS)
 
 
+def _stored_in(dtype: torch.dtype, count: int | None = None) -> Callable[[Path], None]:
+    """Change the data type of the first factors; of all by default."""
+
+    def store(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        names = sorted(tensors)[:count]
+        save_file(tensors | {n: tensors[n].to(dtype) for n in names}, folder / WEIGHTS)
+
+    return store
+
+
 def _link(folder: Path) -> None:
     outside = folder.parent / "elsewhere"
     os.replace(folder / WEIGHTS, outside)
@@ -229,6 +274,13 @@ def _link(folder: Path) -> None:
         ),
         (_grow, "but in .* it has the shape"),
         (_link, "link out of its folder"),
+        (_stored_in(torch.int64), "must be floating-point numbers of 16 bits or more"),
+        (_stored_in(torch.bool, 1), "must be floating-point numbers of 16 bits or more"),
+        (_stored_in(torch.float8_e4m3fn), "must be floating-point numbers of 16 bits or more"),
+        (_stored_in(torch.complex64), "must be floating-point numbers of 16 bits or more"),
+        (_stored_in(torch.float64, 1), "of the same adapter is torch.float64: one adapter has one data type"),
+        (_edit(lambda d: d.update(base={})), "the model has .*, which the one that the adapter was trained on lacks"),
+        (_edit(lambda d: d["base"].pop("model.norm.weight")), r"the model has model\.norm\.weight, which the one that"),
     ],
 )
 def test_a_damaged_folder_is_refused_before_anything_changes(
@@ -263,6 +315,32 @@ def test_the_head_of_a_tied_model_alone(tmp_path: Path, caplog: pytest.LogCaptur
     assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")), outputs(model))
     bt.load_adapter_(base, tmp_path / "a")
     assert torch.equal(outputs(base), outputs(model))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"lm_head": "low_rank(rank=2)"},
+        {"model.embed_tokens": "low_rank(rank=2)"},
+        {"model.embed_tokens": "low_rank(rank=2)", "lm_head": "btt"},
+    ],
+)
+def test_removing_adapters_ties_the_head_again(plan: dict[str, str]) -> None:
+    base, model = adapted(tied, plan)
+    assert not model.config.tie_word_embeddings
+    bt.unadapt_(copy.deepcopy(model))
+    bt.unadapt_(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.tie_word_embeddings
+    assert model.all_tied_weights_keys == base.all_tied_weights_keys
+    assert torch.equal(outputs(model), outputs(base))
+
+
+def test_weights_that_differ_since_are_not_tied_again() -> None:
+    _, model = adapted(tied, {"lm_head": "low_rank(rank=2)"}, train=["model.embed_tokens.weight"])
+    bt.unadapt_(model)
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    assert not model.config.tie_word_embeddings
 
 
 def test_trainer_trains_the_adapter_alone_and_its_checkpoint_loads(tmp_path: Path) -> None:

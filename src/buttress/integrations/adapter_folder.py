@@ -90,14 +90,15 @@ def save_adapter(model: nn.Module, folder: Path | str) -> Path:
 def load_adapter_(model: nn.Module, folder: Path | str, *, strict: bool = True) -> AdapterReport | None:
     """Put the adapters in a folder onto the model that they were trained on, in place.
 
-    A folder is data: nothing in it runs, and all sizes are compared with the model before anything is allocated. If
-    anything does not fit, the model is unchanged.
+    A folder is data: nothing in it runs, and all sizes and data types are compared with the model before anything is
+    allocated. If anything does not fit, the model is unchanged.
 
     Args:
         model: The model before `adapt_`, with the same weights; or after it, with the same plan.
         folder: What `save_adapter` wrote.
         strict: Whether the frozen parameters must be those that the adapters were trained on, bit by bit. If False,
-            only their names and shapes are compared, as for a base of another data type.
+            only their names and shapes are compared, as for a base of another data type. No parameter may be missing
+            or added in either case.
 
     Returns:
         What `adapt_` reports; None if the model had these adapters already.
@@ -119,7 +120,8 @@ def load_adapter_(model: nn.Module, folder: Path | str, *, strict: bool = True) 
     if not existing:
         saved.plan.apply_(model, dry_run=True)  # says why a plan does not fit
     saved.check_shapes(_expected_shapes(model, saved))
-    _check_base(model, saved.base, strict)
+    saved.check_dtypes(_buffers(model))
+    _check_base(model, saved, strict)
     tensors = safetensors.load_file(saved.weights)
     report = None
     if not existing:
@@ -175,6 +177,23 @@ class _Saved:
                 problem = f"has the shape {shapes[name]}" if name in shapes else "is missing"
                 wanted = f"needs the shape {expected[name]}" if name in expected else "is not part of the plan"
                 raise PlanError(f"{quoted(name, 120)} {wanted}, but in {self.weights} it {problem}")
+
+    def check_dtypes(self, buffers: Mapping[str, Tensor]) -> None:
+        """Check by the file's header that the factors of each adapter have one floating-point type, and so on."""
+        from buttress.integrations.weight_headers import saved_dtypes, saved_shapes
+
+        dtypes, first = saved_dtypes([self.weights]), dict[str, str]()
+        for name in saved_shapes([self.weights]):
+            dtype, floating = dtypes.get(name), name not in buffers or buffers[name].is_floating_point()
+            if dtype is None or dtype.is_floating_point != floating:
+                wanted = "floating-point numbers of 16 bits or more" if floating else "integers"
+                raise PlanError(f"{quoted(name, 120)} must be {wanted}, but in {self.weights} it is not: save it again")
+            layer, is_factor, _ = name.rpartition(".factors.")
+            if is_factor and dtype != dtypes[other := first.setdefault(layer, name)]:
+                raise PlanError(
+                    f"{quoted(name, 120)} is {dtype} in {self.weights}, but {quoted(other, 120)} of the same adapter "
+                    f"is {dtypes[other]}: one adapter has one data type"
+                )
 
 
 def _name(value: object) -> str:
@@ -236,11 +255,16 @@ def _expected_shapes(model: nn.Module, saved: _Saved) -> dict[str, Shape]:
     return expected
 
 
-def _check_base(model: nn.Module, base: Mapping[str, Any], strict: bool) -> None:
+def _check_base(model: nn.Module, saved: _Saved, strict: bool) -> None:
     """Compare the frozen parameters with those that the adapters were trained on."""
     own = dict(base_tensors(model))
     hint = "load the model that was adapted"
-    for name, (dtype, shape, digits) in base.items():
+    every = parameters(model)
+    trained = {id(every[name]) for name in saved.parameters if name in every}
+    for name, tensor in own.items():
+        if name not in saved.base and id(tensor) not in trained and not _stored_as(name) & {*saved.parameters}:
+            raise PlanError(f"the model has {name}, which the one that the adapter was trained on lacks: {hint}")
+    for name, (dtype, shape, digits) in saved.base.items():
         if name not in own:
             raise PlanError(
                 f"the adapter was trained on a model with {quoted(name, 120)}, which this one lacks: {hint}"
@@ -259,6 +283,13 @@ def _check_base(model: nn.Module, base: Mapping[str, Any], strict: bool) -> None
                 "is on the meta device" if tensor.is_meta else "has other values than when the adapter was trained"
             )
             raise PlanError(f"{name} {problem}: {hint}, or compare names and shapes alone with strict=False")
+
+
+def _stored_as(name: str) -> set[str]:
+    """Names that a parameter of a layer can have where it is trained: its own, as a part, or packed in an attention."""
+    layer, _, key = name.rpartition(".")
+    attention, _, projection = layer.rpartition(".")
+    return {name, f"{layer}.parts.0.{key}", join(attention, f"in_proj_{key}"), join(attention, f"{projection}_{key}")}
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

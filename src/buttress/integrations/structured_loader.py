@@ -178,7 +178,7 @@ def _keep_adapter_dtypes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtyp
         saved = {key: own.get(f"{name}.factors.{key}") for key in layer.factors}
         if len(set(saved.values())) > 1:
             for key, parameter in layer.factors.items():
-                if parameter is not layer.base and (dtype := saved[key]) is not None:
+                if parameter is not layer.base and (dtype := saved[key]) is not None and dtype.is_floating_point:
                     layer.factors[key] = nn.Parameter(parameter.to(dtype), parameter.requires_grad)
 
 

@@ -16,7 +16,10 @@ from buttress.errors import PlanError, first_line
 
 Shapes = dict[str, tuple[int, ...]]
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 def saved_shapes(files: Iterable[Path | str]) -> Shapes:
@@ -46,13 +49,13 @@ def saved_shapes(files: Iterable[Path | str]) -> Shapes:
 
 
 def saved_dtypes(files: Iterable[Path | str]) -> dict[str, torch.dtype]:
-    """The data type of every floating-point tensor in some files, which `saved_shapes` has read without an error.
+    """The data types of tensors in some files, which `saved_shapes` has read without an error.
 
     Args:
         files: The files.
 
     Returns:
-        Data types by the names in the files.
+        Data types by the names in the files; without tensors of unusual ones, such as float8 and complex numbers.
     """
     names: dict[str, str] = {}
     for file in files:

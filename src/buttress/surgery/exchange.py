@@ -61,6 +61,7 @@ def apply_entries(
 
 def _put_into(model: nn.Module, replacements: Sequence[Replacement], remaining: Mapping[int, list[str]]) -> None:
     untied = _warn_of_untied_weights(replacements, remaining)
+    _remember_untied(replacements, remaining)
     for r in replacements:
         if r.site.owner._forward_hooks or r.site.owner._forward_pre_hooks:
             log.warning("%s had forward hooks: they were removed with the dense layer", r.site.name)
@@ -73,6 +74,20 @@ def _put_into(model: nn.Module, replacements: Sequence[Replacement], remaining: 
         config.tie_word_embeddings = False
     set_fused_path(structured_encoders(model), allowed=False)
     record_plan(model)
+
+
+def _remember_untied(replacements: Sequence[Replacement], remaining: Mapping[int, list[str]]) -> None:
+    """Note in every new module which parameters its dense weight was, so that `unadapt_` can tie them again.
+
+    Args:
+        replacements: The new modules.
+        remaining: Names of the parameters of modules that stay, by the parameter's id.
+    """
+    names = {key: list(found) for key, found in remaining.items()}
+    for r in replacements:
+        if r.entry.tied is None:
+            vars(r.module)["untied_from"] = tuple(names.get(id(r.site.weight), ()))
+            names.setdefault(id(r.site.weight), []).append(join(r.site.name, "weight"))
 
 
 def _remaining_parameters(model: nn.Module, removed: Sequence[Site]) -> dict[int, list[str]]:

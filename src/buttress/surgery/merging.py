@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.chain_sum import base_factor
 from buttress.errors import PlanError
-from buttress.inspection.names import unique_modules
+from buttress.inspection.names import join, parameters, unique_modules
+from buttress.inspection.ties import declare_tied_weights, declares_tied_weights
 from buttress.nn.structured import Structured
 from buttress.ops.framing import by_part
 from buttress.surgery.densify import Turn, turn_dense_
@@ -63,7 +65,8 @@ def merge_(model: nn.Module) -> nn.Module:
 def unadapt_(model: nn.Module) -> nn.Module:
     """Remove every adapter, in place: the layers are as before `adapt_`, with the same weights, bit by bit.
 
-    What was frozen stays frozen: `model.requires_grad_(True)` trains all of it.
+    What was frozen stays frozen: `model.requires_grad_(True)` trains all of it. Weights that `adapt_` has untied are
+    tied again if they are still equal; not in a model that was saved as a whole and loaded since.
 
     Args:
         model: The model to change.
@@ -79,9 +82,37 @@ def unadapt_(model: nn.Module) -> nn.Module:
         >>> model = unadapt_(model)
     """
     _check_adapted(model)
-    return turn_dense_(
+    untied = {name: vars(module).get("untied_from", ()) for name, module in unique_modules(model)}
+    turn_dense_(
         model, Turn(lambda layer: layer.base is not None, lambda layer: nn.Parameter(base_weight(layer), False))
     )
+    _tie_again(model, untied)
+    return model
+
+
+def _tie_again(model: nn.Module, untied: Mapping[str, Sequence[str]]) -> None:
+    """Tie the weights of dense layers to the parameters, by name, that they once were, where the values are equal."""
+    layers, every, tied = dict(unique_modules(model)), parameters(model), False
+    for name, others in untied.items():
+        weight = every.get(join(name, "weight"))
+        for other in (every[n] for n in others if n in every):
+            if weight is not None and _is_equal(weight, other):
+                layers[name].weight, tied = other, True
+                break
+    if tied:
+        config: Any = getattr(model, "config", None)
+        before = getattr(config, "tie_word_embeddings", None)
+        if before is not None:
+            config.tie_word_embeddings = True  # transformers expands the declarations only then
+        declare_tied_weights(model)
+        if before is not None and not declares_tied_weights(model):
+            config.tie_word_embeddings = before
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values in one place and type; on the meta device there are none."""
+    same = (one.shape, one.device, one.dtype) == (other.shape, other.device, other.dtype)
+    return same and not one.is_meta and torch.equal(one, other)
 
 
 def base_weight(layer: Structured) -> Tensor:
