@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import buttress as bt
+from buttress import files
 from buttress.compression import allocation, pipeline, work_folder
 from buttress.compression.input_moments import InputMoments
 from buttress.compression.work_folder import ProgressLog, WorkFolder, duration, fingerprint_of, work_folder_of
@@ -139,6 +140,36 @@ class TestResuming:
         with pytest.raises(bt.ButtressError, match=r"cannot resume from .*\.out\.compress .*remove it to start over"):
             compress(source, tmp_path / "out", **change)
 
+    def test_what_took_long_survives_a_late_error(self, source: Path, whole: Path, tmp_path: Path) -> None:
+        """An error about what was asked for, in a first call, after all comparisons."""
+        out = tmp_path / "out"
+        with pytest.raises(bt.PlanError, match="nothing is worth replacing at keep=1"):
+            compress(source, out, keep=1.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocation, "LayerOptions", None)
+            patch.setattr(pipeline, "_calibrate", None)
+            compress(source, out)
+        assert same_results(whole, out)
+
+    def test_an_early_error_leaves_nothing(self, source: Path, tmp_path: Path) -> None:
+        with pytest.raises(bt.PlanError, match="nothing.at.all"):
+            compress(source, tmp_path / "out", layers=["nothing.at.all"])
+        assert not list(tmp_path.iterdir())
+
+    def test_the_work_stays_until_the_result_is_in_place(self, source: Path, whole: Path, tmp_path: Path) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        out = tmp_path / "out"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files.os, "rename", full)
+            with pytest.raises(bt.ButtressError, match="No space left"):
+                compress(source, out)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocation, "LayerOptions", None)
+            compress(source, out)
+        assert same_results(whole, out)
+
     def test_another_model_is_refused(self, source: Path, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             compress(source, tmp_path / "out", progress=stopping("choosing", 1))
@@ -181,14 +212,23 @@ class TestWorkFolder:
 
     def test_half_a_line_does_not_hide_the_next(self, tmp_path: Path) -> None:
         work = WorkFolder(tmp_path)
-        work.check("x")
+        work.claim("x")
         work.add_layer("a", {"effect": 0.1})
         path = tmp_path / work_folder.LAYERS
         path.write_bytes(path.read_bytes() + b'{"sha256": "0')
         work.add_layer("b", {"effect": None})
         again = WorkFolder(tmp_path)
-        again.check("x")
+        again.claim("x")
         assert again.layers == {"a": {"effect": 0.1, "name": "a"}, "b": {"effect": None, "name": "b"}}
+
+    def test_a_folder_without_results_belongs_to_the_next(self, tmp_path: Path) -> None:
+        """A kill before the first result leaves nothing to protect."""
+        WorkFolder(tmp_path).claim("x")
+        WorkFolder(tmp_path).claim("y")
+        WorkFolder(tmp_path).add_layer("a", {"effect": 0.1})
+        with pytest.raises(bt.ButtressError, match="cannot resume"):
+            WorkFolder(tmp_path).claim("x")
+        WorkFolder(tmp_path).claim("y")
 
     def test_one_process_at_a_time(self, tmp_path: Path) -> None:
         second = WorkFolder.opened(tmp_path / ".m.compress")

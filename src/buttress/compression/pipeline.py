@@ -85,7 +85,8 @@ def compress(
     data_files = read_calibration_files(settings.text, settings.images)
     checkpoint = target.with_name(f".{target.name}.heal.pt")
     try:
-        with new_folder(target) as part, WorkFolder.opened(work_folder_of(target)) as work:
+        # In this order: the work is removed when the result is in place.
+        with WorkFolder.opened(work_folder_of(target)) as work, new_folder(target) as part:
             log = ProgressLog(work.folder / LOG, settings.progress)
             outcome = _compress(folder, part, checkpoint, work, data_files, replace(settings, progress=log))
         checkpoint.unlink(missing_ok=True)
@@ -123,7 +124,7 @@ def _compress(
     if data is not None:
         data.try_out(model)
     original, before = copy.deepcopy(model), RemainderBefore(model)
-    work.check(fingerprint_of(model, _settings_of_work(data_files, options)))
+    work.claim(fingerprint_of(model, _settings_of_work(data_files, options)))
     clock.end("load")
     sites, inputs = _sites_to_judge(model, options), dict[str, Tensor]()
     if data is not None:

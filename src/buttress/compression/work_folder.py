@@ -47,8 +47,7 @@ class WorkFolder:
     def opened(cls, folder: Path) -> Iterator[WorkFolder]:
         """Create or open a work folder, for this process alone. It is removed if the block ends without an error.
 
-        After an error it stays if it holds results; if what was asked for was wrong, only if they are of an earlier
-        call.
+        After an error of any kind it stays if it holds results.
 
         Args:
             folder: The folder.
@@ -59,30 +58,35 @@ class WorkFolder:
         Raises:
             PlanError: If another process uses it.
         """
-        existed = (folder / ABOUT).exists()
         with locked(folder / LOCK, wait=False) as granted:
             if not granted:
                 target = folder.name.removeprefix(".").removesuffix(".compress")
                 raise PlanError(f"another process compresses into {folder.with_name(target)}: wait for it")
+            work = cls(folder)
             try:
-                yield cls(folder)
-            except BaseException as error:
-                if not (folder / ABOUT).exists() or (isinstance(error, PlanError) and not existed):
+                yield work
+            except BaseException:
+                if not work.has_results:
                     remove(folder)
                 raise
             remove(folder)
 
-    def check(self, fingerprint: str) -> None:
+    @property
+    def has_results(self) -> bool:
+        """Whether the folder holds anything that took long to compute."""
+        return any((self.folder / name).exists() for name in (f"{MOMENTS}.json", f"{SUMS}.json", LAYERS))
+
+    def claim(self, fingerprint: str) -> None:
         """Note what the folder belongs to, and read what it holds already.
 
         Args:
             fingerprint: Identifies the model, the data and the options.
 
         Raises:
-            ButtressError: If the folder belongs to something else.
+            ButtressError: If the folder holds results of something else.
         """
         path = self.folder / ABOUT
-        if path.is_file():
+        if self.has_results:
             try:
                 saved = json.loads(path.read_text(encoding="utf-8"))["fingerprint"]
             except (ValueError, KeyError, TypeError, OSError):
