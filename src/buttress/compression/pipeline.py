@@ -217,11 +217,12 @@ def _calibrate(
         needed = math.ceil(done * ENOUGH_TOKENS / tokens_per_input) if tokens_per_input else count
         options.report("calibrating", done, max(done, min(count, needed)))
         if time.monotonic() - saved_at > SAVE_SECONDS:
-            work.save_sums(sums)
+            work.save_sums(sites, sums)
             saved_at = time.monotonic()
         return tokens_per_input >= ENOUGH_TOKENS
 
-    sums = work.sums(next((p.device for p in model.parameters()), torch.device("cpu"))) or MomentSums()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    sums = work.sums(sites, device) or MomentSums()
     options.report("calibrating", sums.batches, count)
     batches = islice(data.calibration_batches(count), sums.batches, None)
     return moments_of(model, batches, sites, sums=sums, is_enough=is_enough)
@@ -244,7 +245,7 @@ def _choose(
         batches=[] if data is None else data.effect_batches(),
         watch=lambda name, done, total: options.report("choosing", done, total),
         projections=store,
-        memory=work,
+        memory=None if options.identity_of_cost is None else work,
     )
     choices = _without_random_layers(choices, folder)
     chosen = budget(choices, options.keep)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,17 +146,20 @@ class WorkFolder:
         for suffix in (".json", ".safetensors"):
             (self.folder / f"{SUMS}{suffix}").unlink(missing_ok=True)
 
-    def sums(self, device: torch.device) -> MomentSums | None:
-        """The sums of an interrupted calibration; None if they are not there or damaged."""
+    def sums(self, layers: Collection[str], device: torch.device) -> MomentSums | None:
+        """The sums of an interrupted calibration of these layers; None if there are none, or they are damaged."""
         loaded = self._load_by_layer(SUMS)
         if loaded is None:
             return None
         sums, row = loaded
+        if {*sums, *row["unreached"]} != set(layers):
+            return None
         return MomentSums({name: t.to(device) for name, t in sums.items()}, row["tokens"], row["batches"])
 
-    def save_sums(self, sums: MomentSums) -> None:
-        """Keep the sums of a calibration that goes on."""
-        self._save_by_layer(SUMS, sums.sums, {"tokens": sums.tokens, "batches": sums.batches, "unreached": []})
+    def save_sums(self, layers: Collection[str], sums: MomentSums) -> None:
+        """Keep the sums of a calibration of these layers that goes on."""
+        unreached = [name for name in layers if name not in sums.sums]
+        self._save_by_layer(SUMS, sums.sums, {"tokens": sums.tokens, "batches": sums.batches, "unreached": unreached})
 
     def _save_by_layer(self, key: str, tensors: Mapping[str, Tensor], row: Mapping[str, Any]) -> None:
         """Write a tensor for each layer; neighbors with the same inputs, such as q, k and v, share one."""
