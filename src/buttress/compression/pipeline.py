@@ -32,7 +32,8 @@ from buttress.compression.work_folder import LOG, ProgressLog, WorkFolder, finge
 from buttress.errors import ButtressError, PlanError, first_line
 from buttress.files import new_folder
 from buttress.inspection.head import output_head
-from buttress.inspection.sites import Site, find_sites, tied_embeddings
+from buttress.inspection.names import first_match, last_part
+from buttress.inspection.sites import Site, find_sites, tie_obstacle, tied_embeddings
 from buttress.integrations.model_card import model_card, write_card
 from buttress.projection.closed_form import Projection, project
 from buttress.surgery import Plan, PlanEntry, Report, chosen_layers, replace_
@@ -126,6 +127,7 @@ def _compress(
     original, before = copy.deepcopy(model), RemainderBefore(model)
     work.claim(fingerprint_of(model, _settings_of_work(data_files, options)))
     clock.end("load")
+    blocked = _tie_obstacles(model) if options.head or options.layers is not None else {}
     sites, inputs = _sites_to_judge(model, options), dict[str, Tensor]()
     if data is not None:
         inputs = _calibrated(model, sites, data, work, options)
@@ -145,7 +147,7 @@ def _compress(
         clock.end("heal")
     quality = {} if data is None else data.quality(original, model)
     clock.end("measure")
-    remainder = before.after(chosen, by_weights, plan, options.unselected_reason)
+    remainder = before.after(chosen, by_weights, plan, options.unselected_reason, blocked)
     outcome = Outcome(plan, report, chosen, quality, healed, clock.seconds, remainder, _provenance(name, folder))
     _save(folder, part, outcome, options)
     return outcome
@@ -163,13 +165,26 @@ def _layer_rules(model: nn.Module, options: CompressOptions) -> dict[str, bool] 
     """The globs that select layers; None for all but the output head."""
     rules = options.layer_rules()
     if not options.head:
-        return rules or None
-    head = output_head(model).module_ids
-    names = [name for name, site in find_sites(model).items() if id(site.owner) in head]
-    if not names:
-        raise PlanError(f"{type(model).__name__} has no linear output head: leave head out")
-    others = rules or dict.fromkeys(chosen_layers(model, None), True)
-    return dict.fromkeys(names, True) | others
+        selected = rules or None
+    else:
+        head = output_head(model).module_ids
+        names = [name for name, site in find_sites(model).items() if id(site.owner) in head]
+        if not names:
+            raise PlanError(f"{type(model).__name__} has no linear output head: leave head out")
+        selected = dict.fromkeys(names, True) | (rules or dict.fromkeys(chosen_layers(model, None), True))
+    if selected is None:
+        return None
+    obstacles = _tie_obstacles(model)
+    for name, glob in ((name, glob) for name in obstacles for glob, is_selected in rules.items() if is_selected):
+        if last_part(glob) == last_part(name) and name in first_match({glob: True}, [name]).values:
+            raise PlanError(f"{name} cannot be replaced: {obstacles[name]}; leave {glob!r} out of layers")
+    return dict.fromkeys(obstacles, False) | {name: value for name, value in selected.items() if name not in obstacles}
+
+
+def _tie_obstacles(model: nn.Module) -> dict[str, str]:
+    """Why layers cannot be replaced together with the embeddings that share their weights, by name."""
+    reasons = {name: tie_obstacle(model, site) for name, site in find_sites(model).items() if site.weight is not None}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _with_embeddings(plan: Plan, model: nn.Module) -> Plan:
