@@ -223,6 +223,27 @@ class TestResuming:
         with pytest.raises(bt.ButtressError, match="it belongs to another model"):
             compress(tmp_path / "model.gguf", tmp_path / "out")
 
+    def test_finished_projections_are_used(self, source: Path, whole: Path, tmp_path: Path) -> None:
+        out, computed = tmp_path / "out", list[str]()
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, out, progress=stopping("projecting", 4))
+        saved, original = (
+            {path.name for path in work_folder_of(out).glob("projection-*.json")},
+            WorkFolder.save_projection,
+        )
+
+        def recorded(work: WorkFolder, name: str, *arguments: Any) -> None:
+            computed.append(name)
+            original(work, name, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WorkFolder, "save_projection", recorded)
+            compress(source, out)
+        names = [entry.name for entry in bt.Plan.load(out / "buttress-plan.json").entries]
+        assert len(saved) == 4
+        assert computed == names[4:]
+        assert same_results(whole, out)
+
     def test_damaged_state_is_computed_again(self, source: Path, whole: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
         with pytest.raises(KeyboardInterrupt):

@@ -205,7 +205,7 @@ def _settings_of_work(files: CalibrationFiles | None, options: CompressOptions) 
 
     names = ("candidates", "cost", "layers", "head", "batch", "length", "calibration_batches", "device")
     settings = {name: value for name, value in options.to_row().items() if name in names}
-    data = None if files is None else [hashlib.sha256(files.text.encode()).hexdigest(), *map(str, files.images)]
+    data = None if files is None else [hashlib.sha256(files.text.encode()).hexdigest(), *files.image_states()]
     return settings | {"data": data, "versions": [__version__, torch.__version__]}
 
 
