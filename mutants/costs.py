@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation(
         "the time of a structure is that of nn.Linear",
         "costs/advice.py",
-        "return _option(timings([structure], d_in, d_out)[0], training=training, compiled=True).ms",
-        "return timings([structure], d_in, d_out)[0].linear_ms(training=training, compiled=True)",
+        "return _option(self._timings([structure], d_in, d_out)[0], training=self.training, compiled=True).ms",
+        "return self._timings([structure], d_in, d_out)[0].linear_ms(training=self.training, compiled=True)",
         ADVICE,
     ),
     Mutation(

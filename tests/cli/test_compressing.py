@@ -95,7 +95,9 @@ def test_folders_that_cannot_be_written_are_refused_before_the_model_is_opened(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     refused(invoke("compress", model, "--out", tmp_path / "full"), "exists already")
-    refused(invoke("compress", model, "--out", tmp_path / "full" / "file" / "out"), "cannot be written: File exists")
+    refused(
+        invoke("compress", model, "--out", tmp_path / "full" / "file" / "out"), "cannot be written: Not a directory"
+    )
     if os.geteuid() == 0:
         monkeypatch.setattr("tempfile.mkdtemp", _refuse_to_write)
     else:

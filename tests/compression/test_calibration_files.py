@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 import buttress as bt
-from buttress.compression import calibration_files
+from buttress.compression import calibration_files, pipeline
 from buttress.compression.calibration_files import read_calibration_files
 
 
@@ -86,3 +87,24 @@ def test_an_image_larger_than_memory_allows_is_left_out(tmp_path: Path, monkeypa
     files = read_calibration_files(None, tmp_path)
     assert files is not None
     assert [path.name for path in files.unreadable] == ["large.png"]
+
+
+def test_an_exchanged_image_is_noticed(pictures: Path, tmp_path: Path) -> None:
+    """The same path with other pixels, or another time: a compression must not resume with it."""
+    for name in ("0.png", "1.png"):
+        shutil.copy(pictures / name, tmp_path / name)
+
+    def settings() -> dict[str, object]:
+        options = bt.CompressOptions(images=tmp_path)
+        return pipeline._settings_of_work(read_calibration_files(None, tmp_path), options)
+
+    before = settings()
+    assert settings() == before
+    state = (tmp_path / "0.png").stat()
+    os.utime(tmp_path / "0.png", ns=(state.st_atime_ns, state.st_mtime_ns + 1000))
+    touched = settings()
+    assert touched != before
+    with (tmp_path / "0.png").open("ab") as file:
+        file.write(b"more")
+    os.utime(tmp_path / "0.png", ns=(state.st_atime_ns, state.st_mtime_ns + 1000))
+    assert settings() not in (before, touched)

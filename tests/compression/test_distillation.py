@@ -93,6 +93,23 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
         bt.heal(again, teacher, batch, 40, checkpoint=file)
 
 
+@pytest.mark.parametrize(
+    "other", [{"dtype": torch.bfloat16}, {"loss": relative_square_error}, {"loss": bt.language_loss(0.5)}]
+)
+def test_another_loss_or_dtype_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    """The defaults can be given by name; the fingerprint of version 0.1 names neither loss nor dtype."""
+    student, teacher = compressed()
+    bt.heal(student, teacher, batch, 2, checkpoint=tmp_path / "heal.pt")
+    bt.heal(compressed()[0], teacher, batch, 2, loss=distance, checkpoint=tmp_path / "heal.pt")
+    with pytest.raises(bt.ButtressError, match=r"cannot resume from .*another loss or dtype"):
+        bt.heal(compressed()[0], teacher, batch, 2, checkpoint=tmp_path / "heal.pt", **other)
+
+
+def test_weights_of_the_next_token_loss_are_told_apart() -> None:
+    names = {getattr(bt.language_loss(weight), "__qualname__", "") for weight in (0.5, 0.25)}
+    assert names == {"language_loss(0.5)", "language_loss(0.25)"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_healed_too(dtype: torch.dtype) -> None:
     student, teacher = compressed()

@@ -11,10 +11,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Type
 
 import buttress as bt
 import buttress.hf
+from buttress.compression import gguf_loading
 from buttress.compression.gguf_loading import gguf_file_of
 from buttress.compression.model_folders import GgufFolder, open_model_folder
 from gguf_files import llama, write_gguf
@@ -66,6 +68,22 @@ class TestLoading:
         (tmp_path / source.name).write_bytes(b"not a model")
         monkeypatch.chdir(tmp_path)
         assert open_model_folder(source, "cpu").missing == ()
+
+    def test_weights_never_stay_packed(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        given: list[Any] = []
+        original = gguf_loading._from_pretrained
+
+        def recorded(cls: Any, path: Path, **options: Any) -> Any:
+            given.append(options.get("quantization_config"))
+            return original(cls, path, **options)
+
+        monkeypatch.setattr(gguf_loading, "_from_pretrained", recorded)
+        model = open_model_folder(source, "cpu", None).model
+        if not hasattr(transformers, "GgufConfig"):
+            pytest.skip("this transformers always dequantizes")
+        assert [config.dequantize for config in given if config is not None] == [True]
+        assert {type(parameter) for parameter in model.parameters()} == {torch.nn.Parameter}
+        assert not hasattr(model.config, "quantization_config")
 
     def test_a_relative_path_works(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(source.parent)

@@ -86,3 +86,39 @@ def test_the_effect_of_a_tied_head_is_that_of_both() -> None:
         )
         effects[tied] = loss["lm_head"][1].loss
     assert effects[True] != pytest.approx(effects[False], rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose embedding multiplies its rows by a number, and is tied to the head."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("scaled") / "model"
+    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder.parent / "text").write_text("\n".join(map(sentence, range(120))))
+    return folder
+
+
+@pytest.mark.parametrize("selected", [{"head": True}, {"layers": ["*"]}])
+def test_a_head_tied_to_a_scaled_embedding_stays(scaled: Path, tmp_path: Path, selected: dict[str, Any]) -> None:
+    outcome = bt.compress(scaled, tmp_path / "out", keep=0.5, text=scaled.parent / "text", **selected, **OPTIONS)
+    assert "lm_head" not in {row.name for row in outcome.budget.rows}
+    (head,) = (layer for layer in outcome.remainder.dense if layer.name == "lm_head")
+    assert "its weight is also model.embed_tokens, which cannot be replaced: subclass Gemma3TextScaled" in head.reason
+    assert len(outcome.plan.entries) > 0
+
+
+@pytest.mark.parametrize("more", [{}, {"head": True}])
+def test_a_head_that_cannot_be_replaced_is_refused_at_once(scaled: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    reports: list[Any] = []
+    with pytest.raises(bt.PlanError, match=r"lm_head cannot be replaced: its weight is also model\.embed_tokens"):
+        bt.compress(
+            scaled, tmp_path / "out", text=scaled.parent / "text", layers=["lm_head"], **more, **OPTIONS,
+            progress=lambda *report: reports.append(report),
+        )  # fmt: skip
+    assert not reports

@@ -45,6 +45,21 @@ def test_what_costs_as_much_as_dense_is_no_option() -> None:
     assert [(c.structure, c.cost_after) for c in found] == [("dense", 864), ("low_rank(rank=14)", 840)]
 
 
+def test_members_before_one_that_fails_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, drafted = layer_options.draft, list[str]()
+
+    def failing(member: Any, target: Any) -> Any:
+        drafted.append(str(member))
+        if len(drafted) == 3:
+            raise ValueError("not this one")
+        return original(member, target)
+
+    monkeypatch.setattr(layer_options, "draft", failing)
+    found = bt.curves(net(), layers={"first": True}, candidates=[bt.LowRank])
+    assert [choice.structure for choice in found["first"]] == ["dense", *drafted[:2]]
+    assert found.refused == {"first": {"low_rank": "not this one"}}
+
+
 class TestCosts:
     def test_bytes_are_parameters_times_the_size_of_a_number(self) -> None:
         price = cost_function("bytes", dtype=torch.bfloat16)

@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import buttress as bt
+from buttress import files
 from buttress.compression import allocation, pipeline, work_folder
-from buttress.compression.input_moments import InputMoments
+from buttress.compression.input_moments import InputMoments, MomentSums
+from buttress.compression.layer_options import cost_function
 from buttress.compression.work_folder import ProgressLog, WorkFolder, duration, fingerprint_of, work_folder_of
 from gguf_files import llama, write_gguf
 from processes import ENV
@@ -38,6 +40,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compress(source: Path, out: Path, **options: Any) -> bt.compress:  # type: ignore[valid-type]
     return bt.compress(source, out, text=source.parent / "text", **(OPTIONS | options))
+
+
+def arguments(source: Path, plan: bt.Plan) -> dict[str, Any]:
+    options = {name: value for name, value in OPTIONS.items() if name != "keep"}
+    return {"text": source.parent / "text", "plan": plan, **options}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +131,18 @@ class TestResuming:
         assert [report[:2] for report in reports[:2]] == [("calibrating", 2), ("calibrating", 3)]
         assert same_results(whole, out)
 
+    def test_calibration_for_another_plan_starts_over(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0.0)
+        names = [f"model.layers.{i}.mlp.up_proj" for i in range(2)]
+        plans = [bt.Plan(tuple(bt.PlanEntry(name, bt.LowRank(4)) for name in names[:n])) for n in (1, 2)]
+        out, reports = tmp_path / "out", []
+        with pytest.raises(KeyboardInterrupt):
+            bt.compress(source, out, **arguments(source, plans[0]), progress=stopping("calibrating", 3))
+        bt.compress(source, out, **arguments(source, plans[1]), progress=lambda *report: reports.append(report))
+        assert reports[0][:2] == ("calibrating", 0)
+
     def test_another_keep_uses_what_is_there(self, source: Path, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             compress(source, tmp_path / "out", progress=stopping("projecting", 0))
@@ -132,12 +151,67 @@ class TestResuming:
             outcome = compress(source, tmp_path / "out", keep=0.8)
         assert 0.7 < outcome.budget.kept <= 0.8  # type: ignore[attr-defined]
 
-    @pytest.mark.parametrize("change", [{"length": 12}, {"candidates": ["low_rank"]}, {"cost": "params"}])
+    @pytest.mark.parametrize(
+        "change",
+        [{"length": 12}, {"candidates": ["low_rank"]}, {"cost": "params"}, {"cost": bt.timed(8, device="NVIDIA H200")}],
+    )
     def test_other_options_are_refused(self, source: Path, tmp_path: Path, change: dict[str, Any]) -> None:
         with pytest.raises(KeyboardInterrupt):
             compress(source, tmp_path / "out", progress=stopping("choosing", 1))
         with pytest.raises(bt.ButtressError, match=r"cannot resume from .*\.out\.compress .*remove it to start over"):
             compress(source, tmp_path / "out", **change)
+
+    def test_costs_that_are_timed_otherwise_are_refused(self, source: Path, tmp_path: Path) -> None:
+        four, eight = (bt.timed(tokens, device="cpu") for tokens in (4, 8))
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, tmp_path / "out", cost=four, progress=stopping("choosing", 0))
+        with pytest.raises(bt.ButtressError, match="cannot resume"):
+            compress(source, tmp_path / "out", cost=eight)
+
+    def test_prices_of_functions_are_not_kept(self, source: Path, tmp_path: Path) -> None:
+        """Two functions of the same name: the second call must not use what layers cost in the first."""
+
+        def times(factor: float) -> Any:
+            return lambda structure, *sizes: factor * cost_function("macs")(structure, *sizes)
+
+        out = tmp_path / "out"
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, out, cost=times(1.0), progress=stopping("projecting", 0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "_calibrate", None)  # the moments do not depend on the cost
+            outcome = compress(source, out, cost=times(3.0))
+        site = {row.name: row for row in outcome.budget.rows}["model.layers.0.mlp.up_proj"]  # type: ignore[attr-defined]
+        assert site.cost_before == 3 * llama().model.layers[0].mlp.up_proj.weight.numel()
+
+    def test_what_took_long_survives_a_late_error(self, source: Path, whole: Path, tmp_path: Path) -> None:
+        """An error about what was asked for, in a first call, after all comparisons."""
+        out = tmp_path / "out"
+        with pytest.raises(bt.PlanError, match="nothing is worth replacing at keep=1"):
+            compress(source, out, keep=1.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocation, "LayerOptions", None)
+            patch.setattr(pipeline, "_calibrate", None)
+            compress(source, out)
+        assert same_results(whole, out)
+
+    def test_an_early_error_leaves_nothing(self, source: Path, tmp_path: Path) -> None:
+        with pytest.raises(bt.PlanError, match="nothing_at_all"):
+            compress(source, tmp_path / "out", layers=["nothing_at_all"])
+        assert not list(tmp_path.iterdir())
+
+    def test_the_work_stays_until_the_result_is_in_place(self, source: Path, whole: Path, tmp_path: Path) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        out = tmp_path / "out"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files.os, "rename", full)
+            with pytest.raises(bt.ButtressError, match="No space left"):
+                compress(source, out)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocation, "LayerOptions", None)
+            compress(source, out)
+        assert same_results(whole, out)
 
     def test_another_model_is_refused(self, source: Path, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -148,6 +222,27 @@ class TestResuming:
         (tmp_path / "text").write_text((source.parent / "text").read_text())
         with pytest.raises(bt.ButtressError, match="it belongs to another model"):
             compress(tmp_path / "model.gguf", tmp_path / "out")
+
+    def test_finished_projections_are_used(self, source: Path, whole: Path, tmp_path: Path) -> None:
+        out, computed = tmp_path / "out", list[str]()
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, out, progress=stopping("projecting", 4))
+        saved, original = (
+            {path.name for path in work_folder_of(out).glob("projection-*.json")},
+            WorkFolder.save_projection,
+        )
+
+        def recorded(work: WorkFolder, name: str, *arguments: Any) -> None:
+            computed.append(name)
+            original(work, name, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WorkFolder, "save_projection", recorded)
+            compress(source, out)
+        names = [entry.name for entry in bt.Plan.load(out / "buttress-plan.json").entries]
+        assert len(saved) == 4
+        assert computed == names[4:]
+        assert same_results(whole, out)
 
     def test_damaged_state_is_computed_again(self, source: Path, whole: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
@@ -179,16 +274,34 @@ class TestWorkFolder:
         (tmp_path / "moments.json").write_bytes(content)
         assert work.moments() is None
 
+    def test_sums_belong_to_their_layers_reached_or_not(self, tmp_path: Path) -> None:
+        work, cpu = WorkFolder(tmp_path), torch.device("cpu")
+        work.save_sums(["a", "b"], MomentSums({"a": torch.eye(2)}, {"a": 3.0}, 2))
+        loaded = work.sums(["b", "a"], cpu)
+        assert loaded is not None
+        assert (loaded.batches, loaded.tokens, list(loaded.sums)) == (2, {"a": 3.0}, ["a"])
+        assert work.sums(["a"], cpu) is None
+        assert work.sums(["a", "b", "c"], cpu) is None
+
     def test_half_a_line_does_not_hide_the_next(self, tmp_path: Path) -> None:
         work = WorkFolder(tmp_path)
-        work.check("x")
+        work.claim("x")
         work.add_layer("a", {"effect": 0.1})
         path = tmp_path / work_folder.LAYERS
         path.write_bytes(path.read_bytes() + b'{"sha256": "0')
         work.add_layer("b", {"effect": None})
         again = WorkFolder(tmp_path)
-        again.check("x")
+        again.claim("x")
         assert again.layers == {"a": {"effect": 0.1, "name": "a"}, "b": {"effect": None, "name": "b"}}
+
+    def test_a_folder_without_results_belongs_to_the_next(self, tmp_path: Path) -> None:
+        """A kill before the first result leaves nothing to protect."""
+        WorkFolder(tmp_path).claim("x")
+        WorkFolder(tmp_path).claim("y")
+        WorkFolder(tmp_path).add_layer("a", {"effect": 0.1})
+        with pytest.raises(bt.ButtressError, match="cannot resume"):
+            WorkFolder(tmp_path).claim("x")
+        WorkFolder(tmp_path).claim("y")
 
     def test_one_process_at_a_time(self, tmp_path: Path) -> None:
         second = WorkFolder.opened(tmp_path / ".m.compress")

@@ -122,6 +122,14 @@ class TestReadGgufHeader:
         with pytest.raises(PlanError, match="header has more than 1 MiB"):
             read_gguf_header(write(tmp_path / "a", [ARCHITECTURE, long], []))
 
+    @pytest.mark.parametrize(("counts", "what"), [((1, 1 << 17), "keys"), ((1 << 17, 1), "tensors")])
+    def test_counts_are_bounded_before_anything_is_read(
+        self, tmp_path: Path, counts: tuple[int, int], what: str
+    ) -> None:
+        (tmp_path / "a").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts))
+        with pytest.raises(PlanError, match=f"it says that it holds 131,072 {what}, more than 65,536"):
+            read_gguf_header(tmp_path / "a")
+
     def test_without_the_package_it_says_what_to_install(self, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "gguf", None)
         monkeypatch.setitem(sys.modules, "gguf.constants", None)

@@ -28,6 +28,11 @@ class CalibrationFiles:
     unreadable: tuple[Path, ...] = ()
     """Images that cannot be read and are left out."""
 
+    def image_states(self) -> list[tuple[str, int, int]]:
+        """Path, size and time of the last change of each image, which tell when one was exchanged."""
+        states = ((path, path.stat()) for path in self.images)
+        return [(str(path), state.st_size, state.st_mtime_ns) for path, state in states]
+
     @property
     def label(self) -> str:
         """The paths, for messages."""

@@ -143,4 +143,5 @@ def language_loss(next_token: float = 0.5) -> Loss:
     def loss(output: Any, reference: Any, batch: Any) -> Tensor:
         return (1 - next_token) * distance(output, reference, batch) + next_token * next_token_loss(output, batch)
 
+    loss.__qualname__ = f"language_loss({next_token!r})"  # identifies it in checkpoints
     return loss

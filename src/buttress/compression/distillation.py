@@ -112,7 +112,8 @@ def heal(
 
     Raises:
         PlanError: If `dtype` is another one, or `check_every` is below 1.
-        ButtressError: If the loss is not finite, or the checkpoint belongs to other models, rates, steps or data.
+        ButtressError: If the loss is not finite, or the checkpoint belongs to other models, rates, steps or data, or to
+            a loss of another name or another dtype.
 
     Example:
         >>> teacher = copy.deepcopy(model)
@@ -126,7 +127,9 @@ def heal(
     interval = check_every or max(1, steps // CHECKS)
     pair = _Pair(model, teacher, loss or distance_for(model), run, dtype)
     settings = f"{lr} {weight_decay} {steps} {label}"
-    fingerprint = _fingerprint(model, teacher, f"{settings} {interval} {len(held_out)}" if held_out else settings)
+    if held_out:
+        settings += f" {interval} {len(held_out)}"
+    fingerprint = _fingerprint(model, teacher, settings + _unusual(pair))
     dtypes = {name: t.dtype for name, t in model.state_dict().items() if t.is_floating_point()}
     if any(half in (torch.float16, torch.bfloat16) for half in dtypes.values()):
         model.float()
@@ -242,7 +245,7 @@ class _State:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
             if content["about"] != self.fingerprint:
-                raise ValueError("it belongs to other models, rates, steps or data")
+                raise ValueError("it belongs to other models, rates, steps or data, or to another loss or dtype")
             self.model.load_state_dict(content["model"])
             self.optimizer.load_state_dict(content["optimizer"])
             self.schedule.load_state_dict(content["schedule"])
@@ -261,6 +264,13 @@ def _restore_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in dtypes and tensor.dtype != dtypes[name]:
             tensor.data = tensor.data.to(dtypes[name])
+
+
+def _unusual(pair: _Pair) -> str:
+    """The dtype and the loss where they are not the defaults: checkpoints of version 0.1 name neither."""
+    name = getattr(pair.loss, "__qualname__", type(pair.loss).__qualname__)
+    loss = "" if pair.loss is distance_for(pair.model) else f" loss={name}"
+    return loss if pair.dtype is None else f"{loss} dtype={pair.dtype}"
 
 
 def _fingerprint(model: nn.Module, teacher: nn.Module, settings: str) -> str:

@@ -100,7 +100,9 @@ def load_gguf(
     check_parameters(path, cls, config, header.shapes)
     try:
         with quiet(), redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off otherwise
-            loaded, info = _from_pretrained(cls, path, config=config, dtype=torch.float32, output_loading_info=True)
+            loaded, info = _from_pretrained(
+                cls, path, config=config, dtype=torch.float32, output_loading_info=True, **_dequantizing()
+            )
             if info["mismatched_keys"]:
                 raise ValueError(f"{next(iter(info['mismatched_keys']))} has another shape in the file")
             # A model of its own, so that nothing in it or its configuration says that it is quantized.
@@ -108,6 +110,14 @@ def load_gguf(
         return model.to(device).eval(), tuple(sorted(info["missing_keys"]))
     except Exception as error:  # damaged files raise errors of many types
         raise _failure(path, "model", error) from error
+
+
+def _dequantizing() -> dict[str, Any]:
+    """Keywords for weights that are dequantized as they are loaded: packed ones may ask a hub for kernels."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)  # earlier versions always dequantize
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _from_file(auto: Any, path: Path, what: str) -> Any:

@@ -190,10 +190,14 @@ class LayerOptions:
         """
         families: list[list[_Option]] = []
         for candidate in structures().values() if candidates is None else candidates:
+            family: list[_Option] = []
+            families.append(family)  # members before one that fails stay
             try:
                 members = self._members(candidate, levels, only_unshared=candidates is None)
                 with shared_svds():
-                    families.append([option for member in members if (option := self._draft(member)) is not None])
+                    for member in members:
+                        if (option := self._draft(member)) is not None:
+                            family.append(option)
             except (ButtressError, ValueError, ArithmeticError) as error:
                 # A registered structure of the user's may not take every size.
                 self.refused[candidate.name if isinstance(candidate, type) else str(candidate)] = str(error)

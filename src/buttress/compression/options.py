@@ -13,6 +13,7 @@ import torch
 
 from buttress.compression.allocation import check_keep
 from buttress.compression.layer_options import Candidate, CostFunction, CostMeasure, as_family, cost_function
+from buttress.costs.advice import TimedCost
 from buttress.devices import local_device
 from buttress.errors import PlanError
 from buttress.suggestions import did_you_mean
@@ -37,7 +38,8 @@ class CompressOptions:
         keep: Fraction of the linear layers' cost to keep.
         candidates: Structures to choose from, as for `curves`. Default: all families without sharing.
         cost: Cost that `keep` refers to: "macs", "params", "bytes", "decode_ms" or "prefill_ms", as for `curves`, or a
-            function such as `timed()`.
+            function such as `timed()`. Functions of your own cannot be told apart: with one, a compression that
+            resumes compares all layers again.
         plan: A plan to follow instead of choosing one.
         text: A text file; an image folder counts as `images`. With data, layers are projected for the nearest outputs
             on it, and quality is measured on a part that is held out.
@@ -127,6 +129,11 @@ class CompressOptions:
         """`heal_dtype` as `heal` takes it."""
         return torch.bfloat16 if self.heal_dtype == "bfloat16" else None
 
+    @property
+    def identity_of_cost(self) -> str | None:
+        """A text that tells this cost from any other; None for a function that has none."""
+        return str(self.cost) if isinstance(self.cost, str | TimedCost) else None
+
     def layer_rules(self) -> dict[str, bool]:
         """`layers` as `curves` takes them: globs, each with whether it selects what it matches."""
         return {glob.removeprefix("!"): not glob.startswith("!") for glob in self.layers or ()}
@@ -171,7 +178,7 @@ class CompressOptions:
             row[name] = None if row[name] is None else Path(row[name]).name
         if self.candidates is not None:
             row["candidates"] = [c.name if isinstance(c, type) else str(c) for c in self.candidates]
-        row["cost"] = self.cost if isinstance(self.cost, str) else getattr(self.cost, "__name__", "a function")
+        row["cost"] = self.identity_of_cost or getattr(self.cost, "__name__", "a function")
         row["plan"] = None if self.plan is None else "given"
         row["layers"] = None if self.layers is None else list(self.layers)
         return row | {"device": str(self.device)}

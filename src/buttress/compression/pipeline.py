@@ -32,7 +32,8 @@ from buttress.compression.work_folder import LOG, ProgressLog, WorkFolder, finge
 from buttress.errors import ButtressError, PlanError, first_line
 from buttress.files import new_folder
 from buttress.inspection.head import output_head
-from buttress.inspection.sites import Site, find_sites, tied_embeddings
+from buttress.inspection.names import first_match, last_part
+from buttress.inspection.sites import Site, find_sites, tie_obstacle, tied_embeddings
 from buttress.integrations.model_card import model_card, write_card
 from buttress.projection.closed_form import Projection, project
 from buttress.surgery import Plan, PlanEntry, Report, chosen_layers, replace_
@@ -85,7 +86,8 @@ def compress(
     data_files = read_calibration_files(settings.text, settings.images)
     checkpoint = target.with_name(f".{target.name}.heal.pt")
     try:
-        with new_folder(target) as part, WorkFolder.opened(work_folder_of(target)) as work:
+        # In this order: the work is removed when the result is in place.
+        with WorkFolder.opened(work_folder_of(target)) as work, new_folder(target) as part:
             log = ProgressLog(work.folder / LOG, settings.progress)
             outcome = _compress(folder, part, checkpoint, work, data_files, replace(settings, progress=log))
         checkpoint.unlink(missing_ok=True)
@@ -123,8 +125,9 @@ def _compress(
     if data is not None:
         data.try_out(model)
     original, before = copy.deepcopy(model), RemainderBefore(model)
-    work.check(fingerprint_of(model, _settings_of_work(data_files, options)))
+    work.claim(fingerprint_of(model, _settings_of_work(data_files, options)))
     clock.end("load")
+    blocked = _tie_obstacles(model) if options.head or options.layers is not None else {}
     sites, inputs = _sites_to_judge(model, options), dict[str, Tensor]()
     if data is not None:
         inputs = _calibrated(model, sites, data, work, options)
@@ -144,7 +147,7 @@ def _compress(
         clock.end("heal")
     quality = {} if data is None else data.quality(original, model)
     clock.end("measure")
-    remainder = before.after(chosen, by_weights, plan, options.unselected_reason)
+    remainder = before.after(chosen, by_weights, plan, options.unselected_reason, blocked)
     outcome = Outcome(plan, report, chosen, quality, healed, clock.seconds, remainder, _provenance(name, folder))
     _save(folder, part, outcome, options)
     return outcome
@@ -162,13 +165,26 @@ def _layer_rules(model: nn.Module, options: CompressOptions) -> dict[str, bool] 
     """The globs that select layers; None for all but the output head."""
     rules = options.layer_rules()
     if not options.head:
-        return rules or None
-    head = output_head(model).module_ids
-    names = [name for name, site in find_sites(model).items() if id(site.owner) in head]
-    if not names:
-        raise PlanError(f"{type(model).__name__} has no linear output head: leave head out")
-    others = rules or dict.fromkeys(chosen_layers(model, None), True)
-    return dict.fromkeys(names, True) | others
+        selected = rules or None
+    else:
+        head = output_head(model).module_ids
+        names = [name for name, site in find_sites(model).items() if id(site.owner) in head]
+        if not names:
+            raise PlanError(f"{type(model).__name__} has no linear output head: leave head out")
+        selected = dict.fromkeys(names, True) | (rules or dict.fromkeys(chosen_layers(model, None), True))
+    if selected is None:
+        return None
+    obstacles = _tie_obstacles(model)
+    for name, glob in ((name, glob) for name in obstacles for glob, is_selected in rules.items() if is_selected):
+        if last_part(glob) == last_part(name) and name in first_match({glob: True}, [name]).values:
+            raise PlanError(f"{name} cannot be replaced: {obstacles[name]}; leave {glob!r} out of layers")
+    return dict.fromkeys(obstacles, False) | {name: value for name, value in selected.items() if name not in obstacles}
+
+
+def _tie_obstacles(model: nn.Module) -> dict[str, str]:
+    """Why layers cannot be replaced together with the embeddings that share their weights, by name."""
+    reasons = {name: tie_obstacle(model, site) for name, site in find_sites(model).items() if site.weight is not None}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _with_embeddings(plan: Plan, model: nn.Module) -> Plan:
@@ -189,7 +205,7 @@ def _settings_of_work(files: CalibrationFiles | None, options: CompressOptions) 
 
     names = ("candidates", "cost", "layers", "head", "batch", "length", "calibration_batches", "device")
     settings = {name: value for name, value in options.to_row().items() if name in names}
-    data = None if files is None else [hashlib.sha256(files.text.encode()).hexdigest(), *map(str, files.images)]
+    data = None if files is None else [hashlib.sha256(files.text.encode()).hexdigest(), *files.image_states()]
     return settings | {"data": data, "versions": [__version__, torch.__version__]}
 
 
@@ -216,11 +232,12 @@ def _calibrate(
         needed = math.ceil(done * ENOUGH_TOKENS / tokens_per_input) if tokens_per_input else count
         options.report("calibrating", done, max(done, min(count, needed)))
         if time.monotonic() - saved_at > SAVE_SECONDS:
-            work.save_sums(sums)
+            work.save_sums(sites, sums)
             saved_at = time.monotonic()
         return tokens_per_input >= ENOUGH_TOKENS
 
-    sums = work.sums(next((p.device for p in model.parameters()), torch.device("cpu"))) or MomentSums()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    sums = work.sums(sites, device) or MomentSums()
     options.report("calibrating", sums.batches, count)
     batches = islice(data.calibration_batches(count), sums.batches, None)
     return moments_of(model, batches, sites, sums=sums, is_enough=is_enough)
@@ -243,7 +260,7 @@ def _choose(
         batches=[] if data is None else data.effect_batches(),
         watch=lambda name, done, total: options.report("choosing", done, total),
         projections=store,
-        memory=work,
+        memory=None if options.identity_of_cost is None else work,
     )
     choices = _without_random_layers(choices, folder)
     chosen = budget(choices, options.keep)

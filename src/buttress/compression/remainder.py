@@ -126,7 +126,12 @@ class RemainderBefore:
         self.structured = tuple(name for name, m in unique_modules(model) if isinstance(m, Structured))
 
     def after(
-        self, budget: Budget | None, by_weights: Collection[DenseLayer], plan: Plan, unselected: str
+        self,
+        budget: Budget | None,
+        by_weights: Collection[DenseLayer],
+        plan: Plan,
+        unselected: str,
+        reasons: Mapping[str, str],
     ) -> Remainder:
         """What is left as it was.
 
@@ -135,6 +140,7 @@ class RemainderBefore:
             by_weights: Layers that the plan replaces although they could not be judged.
             plan: The plan that was applied.
             unselected: Why layers that were not compared stay dense.
+            reasons: Other reasons for this, by layer.
 
         Returns:
             The remainder.
@@ -146,7 +152,7 @@ class RemainderBefore:
         # Convolutions that nobody named are no part of what could have been replaced.
         layers = {n: d for n, d in self.layers.items() if n not in self.by_name_only or n in named | compared}
         dense = tuple(
-            replace(layer, reason="by choice" if name in compared else unselected)
+            replace(layer, reason="by choice" if name in compared else reasons.get(name, unselected))
             for name, layer in layers.items()
             if name not in named
         )

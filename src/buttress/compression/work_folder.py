@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,7 @@ class WorkFolder:
     def opened(cls, folder: Path) -> Iterator[WorkFolder]:
         """Create or open a work folder, for this process alone. It is removed if the block ends without an error.
 
-        After an error it stays if it holds results; if what was asked for was wrong, only if they are of an earlier
-        call.
+        After an error of any kind it stays if it holds results.
 
         Args:
             folder: The folder.
@@ -59,30 +58,35 @@ class WorkFolder:
         Raises:
             PlanError: If another process uses it.
         """
-        existed = (folder / ABOUT).exists()
         with locked(folder / LOCK, wait=False) as granted:
             if not granted:
                 target = folder.name.removeprefix(".").removesuffix(".compress")
                 raise PlanError(f"another process compresses into {folder.with_name(target)}: wait for it")
+            work = cls(folder)
             try:
-                yield cls(folder)
-            except BaseException as error:
-                if not (folder / ABOUT).exists() or (isinstance(error, PlanError) and not existed):
+                yield work
+            except BaseException:
+                if not work.has_results:
                     remove(folder)
                 raise
             remove(folder)
 
-    def check(self, fingerprint: str) -> None:
+    @property
+    def has_results(self) -> bool:
+        """Whether the folder holds anything that took long to compute."""
+        return any((self.folder / name).exists() for name in (f"{MOMENTS}.json", f"{SUMS}.json", LAYERS))
+
+    def claim(self, fingerprint: str) -> None:
         """Note what the folder belongs to, and read what it holds already.
 
         Args:
             fingerprint: Identifies the model, the data and the options.
 
         Raises:
-            ButtressError: If the folder belongs to something else.
+            ButtressError: If the folder holds results of something else.
         """
         path = self.folder / ABOUT
-        if path.is_file():
+        if self.has_results:
             try:
                 saved = json.loads(path.read_text(encoding="utf-8"))["fingerprint"]
             except (ValueError, KeyError, TypeError, OSError):
@@ -142,17 +146,20 @@ class WorkFolder:
         for suffix in (".json", ".safetensors"):
             (self.folder / f"{SUMS}{suffix}").unlink(missing_ok=True)
 
-    def sums(self, device: torch.device) -> MomentSums | None:
-        """The sums of an interrupted calibration; None if they are not there or damaged."""
+    def sums(self, layers: Collection[str], device: torch.device) -> MomentSums | None:
+        """The sums of an interrupted calibration of these layers; None if there are none, or they are damaged."""
         loaded = self._load_by_layer(SUMS)
         if loaded is None:
             return None
         sums, row = loaded
+        if {*sums, *row["unreached"]} != set(layers):
+            return None
         return MomentSums({name: t.to(device) for name, t in sums.items()}, row["tokens"], row["batches"])
 
-    def save_sums(self, sums: MomentSums) -> None:
-        """Keep the sums of a calibration that goes on."""
-        self._save_by_layer(SUMS, sums.sums, {"tokens": sums.tokens, "batches": sums.batches, "unreached": []})
+    def save_sums(self, layers: Collection[str], sums: MomentSums) -> None:
+        """Keep the sums of a calibration of these layers that goes on."""
+        unreached = [name for name in layers if name not in sums.sums]
+        self._save_by_layer(SUMS, sums.sums, {"tokens": sums.tokens, "batches": sums.batches, "unreached": unreached})
 
     def _save_by_layer(self, key: str, tensors: Mapping[str, Tensor], row: Mapping[str, Any]) -> None:
         """Write a tensor for each layer; neighbors with the same inputs, such as q, k and v, share one."""

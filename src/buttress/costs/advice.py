@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -195,13 +195,52 @@ def advise(
     )  # fmt: skip
 
 
+class TimedCost:
+    """The milliseconds of a layer as a function of its structure (None for nn.Linear), d_in and d_out; see `timed`.
+
+    Args:
+        tokens: Tokens at a time.
+        device: Where layers are timed.
+        dtype: Dtype of the computation.
+        training: Time a training step; otherwise the forward pass alone.
+    """
+
+    def __init__(self, tokens: int, device: TimedDevice, dtype: torch.dtype, training: bool) -> None:
+        self.tokens, self.device, self.dtype, self.training = tokens, device, dtype, training
+        self._cached = lru_cache(maxsize=4096)(self._milliseconds)
+
+    def __str__(self) -> str:
+        what = "a training step" if self.training else "a forward pass"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"milliseconds of {what} with {self.tokens} tokens in {dtype} on {self.device.name}"
+
+    def __call__(self, structure: Structure | None, d_in: int, d_out: int) -> float:
+        return self._cached(structure, d_in, d_out)
+
+    def _milliseconds(self, structure: Structure | None, d_in: int, d_out: int) -> float:
+        if structure is None:
+            # Every row includes the time of nn.Linear: measuring one candidate is enough. A table may have rows for
+            # only some of them.
+            candidates = _default_candidates()[: None if self.device.local is None else 1]
+            timings = self._timings(candidates, d_in, d_out)
+            return min(t.linear_ms(training=self.training, compiled=True) for t in timings)
+        try:
+            return _option(self._timings([structure], d_in, d_out)[0], training=self.training, compiled=True).ms
+        except ButtressError:
+            return inf
+
+    def _timings(self, candidates: Sequence[Structure], d_in: int, d_out: int) -> list[Timing]:
+        _check_sizes(d_in, d_out, self.tokens)
+        return layer_timings(self.device, candidates, Layer(d_in, d_out, self.tokens, self.dtype))[0]
+
+
 def timed(
     tokens: int,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     training: bool = False,
-) -> Callable[[Structure | None, int, int], float]:
+) -> TimedCost:
     """A cost function for `curves`: the milliseconds of a layer, measured or looked up as in `advise`.
 
     On a CPU, a step that would take long is measured with fewer tokens and scaled.
@@ -223,25 +262,7 @@ def timed(
         >>> options = bt.curves(model, cost=bt.timed(16384, device="NVIDIA H200"))
     """
     timed_device = TimedDevice.of(device)
-
-    def timings(candidates: Sequence[Structure], d_in: int, d_out: int) -> list[Timing]:
-        _check_sizes(d_in, d_out, tokens)
-        layer = Layer(d_in, d_out, tokens, dtype or timed_device.default_dtype)
-        return layer_timings(timed_device, candidates, layer)[0]
-
-    @lru_cache(maxsize=4096)
-    def milliseconds(structure: Structure | None, d_in: int, d_out: int) -> float:
-        if structure is None:
-            # Every row includes the time of nn.Linear: measuring one candidate is enough. A table may have rows for
-            # only some of them.
-            candidates = _default_candidates()[: None if timed_device.local is None else 1]
-            return min(t.linear_ms(training=training, compiled=True) for t in timings(candidates, d_in, d_out))
-        try:
-            return _option(timings([structure], d_in, d_out)[0], training=training, compiled=True).ms
-        except ButtressError:
-            return inf
-
-    return milliseconds
+    return TimedCost(tokens, timed_device, dtype or timed_device.default_dtype, training)
 
 
 def calibrate(model: nn.Module, tokens: int, *, dtype: torch.dtype | None = None) -> list[Option]:

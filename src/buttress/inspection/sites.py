@@ -307,3 +307,24 @@ def tied_embeddings(model: nn.Module, site: Site) -> dict[str, nn.Embedding]:
     weight = getattr(site.owner, "weight", None)
     named = ((name, m) for name, m in unique_modules(model) if isinstance(m, nn.Embedding) and m is not site.owner)
     return {name: m for name, m in named if weight is not None and m.weight is weight}
+
+
+def tie_obstacle(model: nn.Module, site: Site) -> str | None:
+    """Why a linear layer cannot be replaced together with the embeddings that share its weight.
+
+    Args:
+        model: The model.
+        site: The layer.
+
+    Returns:
+        The reason; None if there are no such embeddings, or a structured one can take their place.
+    """
+    names = list(tied_embeddings(model, site))
+    if not names:
+        return None
+    obstacles, sites = find_obstacles(model), find_sites(model, embeddings=True)
+    for name in names:
+        reason = obstacles[name].reason if name in obstacles else sites[name].unsupported_reason
+        if reason is not None:
+            return f"its weight is also {name}, which cannot be replaced: {reason}"
+    return f"its weight is also {' and '.join(names)}, which are several embeddings" if len(names) > 1 else None

@@ -23,6 +23,8 @@ MAX_HEADER_BYTES = 1 << 28
 """Most bytes before the tensors' data. Vocabularies of a quarter of a million tokens take about 15 MB."""
 MAX_ITEMS = 1 << 22
 """Most items of all arrays of the metadata: each becomes several Python objects when the file is loaded."""
+MAX_PAIRS = MAX_TENSORS = 1 << 16
+"""Most keys of the metadata, and most tensors. Models have less than a hundred keys and some thousand tensors."""
 MAX_AXES = 4
 DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
@@ -95,6 +97,9 @@ class _Reader:
         if version not in VERSIONS:
             raise PlanError(f"{self.path} is a GGUF file of version {version}: versions 2 and 3 are read")
         tensor_count, pair_count = self._numbers("QQ")
+        for count, limit, what in ((pair_count, MAX_PAIRS, "keys"), (tensor_count, MAX_TENSORS, "tensors")):
+            if count > limit:
+                self._fail(f"it says that it holds {count:,} {what}, more than {limit:,}")
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = self._string()
