@@ -64,7 +64,7 @@ def apply_int8(
 ) -> Tensor:
     """Multiply by the matrix of a chain whose factors are in int8.
 
-    Scales multiply the results of each factor. With torch.compile, the step of a single token reads the int8 values
+    Scales multiply the results of each factor, in float16 its weights. With torch.compile, the step of a single token reads the int8 values
     themselves; with bfloat16 on a CPU, so does torch's own kernel for unblocked factors.
 
     Args:
@@ -113,9 +113,12 @@ def _apply_part(chain: Chain, x: Tensor, values: Sequence[Tensor], scales: Seque
 def _linear(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """x times the transpose of one int8 matrix."""
     small = 0 < x.shape[0] <= _MAX_PACKED_ROWS and x.shape[1] % _PACKED_STEP == 0
-    if small and x.device.type == "cpu" and x.dtype == torch.bfloat16:
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad  # torch's kernel has none
+    if small and x.device.type == "cpu" and x.dtype == torch.bfloat16 and not needs_gradient:
         packed: Tensor = torch.ops.buttress.int8_rows(x.contiguous(), values, scales)
         return packed
+    if x.dtype == torch.float16:
+        return F.linear(x, _half_weight(values, scales))
     return F.linear(x, values.to(x.dtype)) * scales.to(x.dtype)
 
 
@@ -124,8 +127,16 @@ def _blocked(layout: BmmLayout, z: Tensor, values: Sequence[Tensor], scales: Seq
     z = z.reshape(-1, *layout.read_sizes)
     for factor, value, scale in zip(layout.factors, values, scales, strict=True):
         blocks = factor.arrange(z)
-        weight = factor.repeat(value).to(z.dtype)
-        row_scale = factor.repeat(scale.to(z.dtype).unsqueeze(-1))
         source = blocks.mT if factor.tokens_slow else blocks
-        z = (torch.bmm(weight, source) * row_scale).view(*factor.result_sizes, -1)
+        if z.dtype == torch.float16:
+            product = torch.bmm(factor.repeat(_half_weight(value, scale)), source)
+        else:
+            weight = factor.repeat(value).to(z.dtype)
+            product = torch.bmm(weight, source) * factor.repeat(scale.to(z.dtype).unsqueeze(-1))
+        z = product.view(*factor.result_sizes, -1)
     return z.permute(layout.permutation).reshape(-1, layout.d_out)
+
+
+def _half_weight(values: Tensor, scales: Tensor) -> Tensor:
+    """A factor in float16, where sums of unscaled values would overflow."""
+    return (values.float() * scales.unsqueeze(-1)).to(torch.float16)
