@@ -1,4 +1,4 @@
-"""What a decoder can run: models with a static cache, and generation configs that do not change the most likely token."""
+"""What a decoder can run: models with a static cache, and generation configs that leave the choice to the logits."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def apply_int8(
 ) -> Tensor:
     """Multiply by the matrix of a chain whose factors are in int8.
 
-    Scales multiply the results of each factor, in float16 its weights. With torch.compile, the step of a single token reads the int8 values
-    themselves; with bfloat16 on a CPU, so does torch's own kernel for unblocked factors.
+    Scales multiply the results of each factor, in float16 its weights. With torch.compile, the step of a single token
+    reads the int8 values themselves; with bfloat16 on a CPU, so does torch's own kernel for unblocked factors.
 
     Args:
         chain: The chain, or the sum of chains.
