@@ -277,3 +277,17 @@ def test_compile_deepcopy_and_state_dict() -> None:
     bt.Plan.from_json(bt.Plan.of(model).to_json()).apply_(rebuilt)
     rebuilt.load_state_dict(model.state_dict())
     assert torch.equal(rebuilt(X), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["low_rank(rank=8)", "btt(rank=2)"])
+def test_a_bfloat16_base_on_a_gpu(text: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3)).to("cuda", torch.bfloat16)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    bt.adapt_(model, {"0": bt.parse(text)}, dtype=torch.float32)
+    train(model, x)
+    layer = model[0]
+    weight = base_weight(layer).double() + adapter_weight(layer).double()
+    exact = x.double() @ weight.T + layer.bias.double()
+    assert (layer(x).double() - exact).norm() <= 2e-2 * exact.norm()
