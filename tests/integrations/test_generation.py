@@ -161,7 +161,8 @@ def test_training_mode_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("repetition_penalty", 1.3), ("no_repeat_ngram_size", 2), ("suppress_tokens", [3]), ("forced_eos_token_id", 4),
-     ("min_length", 9), ("min_new_tokens", 2), ("bad_words_ids", [[5]]), ("num_beams", 2)],
+     ("min_length", 9), ("min_new_tokens", 2), ("bad_words_ids", [[5]]), ("num_beams", 2),
+     ("encoder_repetition_penalty", 1.3), ("encoder_no_repeat_ngram_size", 2)],
 )  # fmt: skip
 def test_generation_configs_that_change_the_tokens(field: str, value: object) -> None:
     model = built(llama, False)

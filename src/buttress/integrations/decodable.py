@@ -17,7 +17,7 @@ _NEUTRAL: dict[str, Any] = {
     "min_length": 0, "min_new_tokens": 0, "exponential_decay_length_penalty": None, "remove_invalid_values": False,
     "guidance_scale": 1.0, "watermarking_config": None, "token_healing": False, "stop_strings": None, "max_time": None,
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "penalty_alpha": 0.0, "dola_layers": None,
-    "constraints": None, "force_words_ids": None,
+    "constraints": None, "force_words_ids": None, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0,
 }  # fmt: skip
 """Fields of a generation config that change what model.generate(do_sample=False) returns, with values that do not."""
 
