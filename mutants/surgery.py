@@ -405,4 +405,32 @@ MUTATIONS = (
         "scaled = logits.float() * self.temperature",
         GENERATION,
     ),
+    Mutation(
+        "an older stream goes on with the text of a newer one",
+        "integrations/generation.py",
+        "            if number != self._streams:\n",
+        "            if False:\n",
+        GENERATION,
+    ),
+    Mutation(
+        "the decoder's buffers are inference tensors",
+        "integrations/generation.py",
+        "with torch.inference_mode(False), torch.no_grad():",
+        "with torch.no_grad():",
+        GENERATION,
+    ),
+    Mutation(
+        "sums of int8 values in float16 overflow",
+        "ops/int8.py",
+        "    if x.dtype == torch.float16:\n",
+        "    if False:\n",
+        ("tests/ops/test_int8.py",),
+    ),
+    Mutation(
+        "int8 weights are left out of the cost",
+        "nn/int8_linear.py",
+        "return sum(v.numel() for v in self.values) + (0",
+        "return 0 * sum(v.numel() for v in self.values) + (0",
+        ("tests/surgery/test_quantizing.py",),
+    ),
 )

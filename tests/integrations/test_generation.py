@@ -156,3 +156,84 @@ def test_windows_of_attention_are_refused() -> None:
 def test_training_mode_is_refused() -> None:
     with pytest.raises(bt.ButtressError, match="eval"):
         hf.generate(built(llama, False).train(), torch.ones(1, 3).long(), max_new_tokens=2, engine="eager")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("repetition_penalty", 1.3), ("no_repeat_ngram_size", 2), ("suppress_tokens", [3]), ("forced_eos_token_id", 4),
+     ("min_length", 9), ("min_new_tokens", 2), ("bad_words_ids", [[5]]), ("num_beams", 2),
+     ("encoder_repetition_penalty", 1.3), ("encoder_no_repeat_ngram_size", 2)],
+)  # fmt: skip
+def test_generation_configs_that_change_the_tokens(field: str, value: object) -> None:
+    model = built(llama, False)
+    ids, mask = prompts(1)
+    decoder = hf.Decoder(model, max_length=12, engine="eager")
+    setattr(model.generation_config, field, value)
+    with pytest.raises(bt.ButtressError, match=rf"{field}=.*generation_config\.{field} = .*model\.generate"):
+        decoder.generate(ids, mask, max_new_tokens=2)
+
+
+def test_generation_configs_that_change_nothing() -> None:
+    model = built(llama, False)
+    model.generation_config.update(
+        repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0, num_beams=1, suppress_tokens=[], top_p=0.9
+    )
+    ids, mask = prompts(1)
+    assert hf.generate(model, ids, mask, max_new_tokens=2, engine="eager", **ENDLESS).shape == (1, 9)
+
+
+def test_other_attention_is_refused() -> None:
+    model = built(llama, False)
+    for implementation in ("eager", "sdpa"):
+        model.config._attn_implementation = implementation
+        ids, mask = prompts(2)
+        tokens = hf.generate(model, ids, mask, max_new_tokens=6, engine="eager", **ENDLESS)
+        assert torch.equal(tokens, wanted(model, ids, mask, 6))
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(bt.ButtressError, match='attn_implementation="sdpa"'):
+        hf.Decoder(model, max_length=12)
+
+
+def test_an_older_stream_does_not_continue() -> None:
+    model = built(llama, False)
+    ids, mask = prompts(1)
+    decoder = hf.Decoder(model, max_length=20, engine="eager")
+    older, newer = (decoder.stream(ids, mask, max_new_tokens=6, **ENDLESS) for _ in range(2))
+    next(older)
+    first = next(newer)
+    with pytest.raises(bt.ButtressError, match="another text was begun"):
+        next(older)
+    tokens = torch.stack([first, *newer], 1)
+    assert torch.equal(tokens, wanted(model, ids, mask, 6)[:, 7:]), "the newer one is not disturbed"
+
+
+def test_inference_mode_at_the_first_call_only() -> None:
+    model = built(llama, True)
+    ids, mask = prompts(2)
+    expected = wanted(model, ids, mask, 6)
+    with torch.inference_mode():
+        decoder = hf.Decoder(model, max_length=20, batch=2, engine="eager")
+        inside = decoder.generate(ids, mask, max_new_tokens=6, **ENDLESS)
+        begun = decoder.stream(ids, mask, max_new_tokens=6, eos_token_id=0, pad_token_id=0)
+        next(begun)
+    list(begun)
+    outside = decoder.generate(ids, mask, max_new_tokens=6, **ENDLESS)
+    assert torch.equal(inside, expected)
+    assert torch.equal(outside, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [False, True], ids=["float", "int8"])
+def test_a_cuda_graph_gives_the_tokens_of_eager_mode(quantized: bool) -> None:
+    model = built(llama, True)
+    if quantized:
+        bt.quantize_(model)
+    model.cuda()
+    ids, mask = (t.cuda() for t in prompts(2))
+    graph = hf.Decoder(model, max_length=20, batch=2)
+    assert graph.engine == "cuda_graph"
+    eager = hf.Decoder(model, max_length=20, batch=2, engine="eager")
+    for begin in (0, 3):  # the second prompt finds nothing of the first
+        own = ids[:, begin:], mask[:, begin:].clamp(min=int(begin > 0))
+        expected = eager.generate(*own, max_new_tokens=12, **ENDLESS)
+        assert torch.equal(graph.generate(*own, max_new_tokens=12, **ENDLESS), expected)

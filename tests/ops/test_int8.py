@@ -9,6 +9,7 @@ import torch
 
 import buttress as bt
 from buttress import ops
+from buttress.core.scaling import init_std
 from buttress.ops import fused
 from buttress.ops.int8 import apply_int8, rounded
 from buttress.ops.layouts import layouts_of
@@ -47,7 +48,7 @@ def test_the_reference_with_rounded_factors(structure: bt.Structure, rows: int, 
     bias = torch.randn(sizes[1])
     x = torch.randn(2, rows, sizes[0])
     exact = ops.apply(chain, x.double(), exact_factors, bias.double(), impl="reference")
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 2e-2)):
         y = apply_int8(chain, x.to(dtype), values, scales, bias)
         assert y.dtype == dtype
         assert y.shape == exact.shape
@@ -101,3 +102,30 @@ def test_the_gradient_of_the_input() -> None:
     layer(x).sum().backward()
     assert x.grad is not None
     assert relative(x.grad, layer.to_dense().double().sum(0).expand(2, 67)) < 1e-5
+
+
+@pytest.mark.parametrize("structure", [bt.Dense(), bt.LowRank(rank=32), bt.BTT(rank=2)], ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_large_activations_in_float16(structure: bt.Structure, rows: int) -> None:
+    torch.manual_seed(0)
+    chain = structure.chain(1024, 1024 if structure == bt.BTT(rank=2) else 64)
+    factors = [torch.randn(f.shape) * init_std(f) for f in chain.factors]
+    pairs = [rounded(w) for w in factors]
+    x = 30 * torch.randn(rows, 1024)
+    x[0, 17] = 800
+    exact_factors = [v.double() * s.double().unsqueeze(-1) for v, s in pairs]
+    exact = ops.apply(chain, x.half().double(), exact_factors, None, impl="reference")
+    y = apply_int8(chain, x.half(), [v for v, _ in pairs], [s for _, s in pairs], None)
+    assert y.isfinite().all()
+    assert (y.double() - exact).norm() <= 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gradients_of_the_input(dtype: torch.dtype, rows: int) -> None:
+    values, scales = rounded(torch.randn(1, 24, 32))
+    x = torch.randn(rows, 32).to(dtype).requires_grad_()
+    apply_int8(bt.Dense().chain(32, 24), x, [values], [scales], None).sum().backward()
+    exact = (values.double() * scales.double().unsqueeze(-1))[0].sum(0)
+    assert x.grad is not None
+    assert (x.grad.double() - exact).norm() <= 2e-2 * exact.norm() * rows**0.5

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import buttress as bt
+from buttress.ops import fused
+from buttress.ops.layouts import layouts_of
 from buttress.surgery.merging import adapter_layers, adapter_weight, base_weight
 
 STRUCTURES = [
@@ -277,3 +279,21 @@ def test_compile_deepcopy_and_state_dict() -> None:
     bt.Plan.from_json(bt.Plan.of(model).to_json()).apply_(rebuilt)
     rebuilt.load_state_dict(model.state_dict())
     assert torch.equal(rebuilt(X), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["low_rank(rank=8)", "btt(rank=2)"])
+def test_a_bfloat16_base_on_a_gpu(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def supported(chain: Any, x: Tensor) -> bool:
+        return len(chain.factors) > 1 and layouts_of(chain).strided is not None
+
+    monkeypatch.setattr(fused, "preferred", supported)  # the kernels, whatever the table of speeds says
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3)).to("cuda", torch.bfloat16)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    bt.adapt_(model, {"0": bt.parse(text)}, dtype=torch.float32)
+    train(model, x)
+    layer = model[0]
+    weight = base_weight(layer).double() + adapter_weight(layer).double()
+    exact = x.double() @ weight.T + layer.bias.double()
+    assert (layer(x).double() - exact).norm() <= 2e-2 * exact.norm()

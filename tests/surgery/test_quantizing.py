@@ -117,3 +117,54 @@ def test_torchao_itself_is_refused() -> None:
 
     with pytest.raises(bt.StructureError, match=r"bt\.quantize_"):
         quantize_(small_model(), Int8WeightOnlyConfig())
+
+
+def test_models_that_are_refused() -> None:
+    with pytest.raises(bt.PlanError, match="0 is on the meta device"):
+        bt.quantize_(small_model().to("meta"))
+    model = small_model()
+    model[1] = torch.compile(model[1], backend="eager")
+    with pytest.raises(bt.PlanError, match="compiled by itself"):
+        bt.quantize_(model)
+    assert isinstance(model[0], nn.Linear), "the model is as it was"
+
+
+def test_other_linear_layers_are_named() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    report = bt.quantize_(nn.Sequential(nn.Linear(8, 8), conv1d(8, 8), nn.Linear(8, 3)))
+    assert report.left == ("1", "2")
+    assert str(report).startswith("1 layer in int8")
+
+
+def test_parts_of_a_split_layer() -> None:
+    model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 4))
+    bt.replace_(model, {"0": bt.LowRank(rank=2)}, split={"0": (8, 8, 8)})
+    bt.quantize_(model, "0.*")
+    assert not bt.Plan.of(model).entries
+    bt.densify_(model)
+    assert isinstance(model[0].parts[0], bt.Int8Linear)
+
+
+def test_int8_weights_are_counted() -> None:
+    model = small_model()
+    before = bt.cost(model, torch.randn(2, 24))
+    bt.quantize_(model, ["0", "1"])
+    after = bt.cost(model, torch.randn(2, 24))
+    assert after.params == before.params
+    assert after.macs == before.macs
+    report = bt.replace_(model, {"4": bt.LowRank(rank=1)})
+    assert [u.params for u in report.unreached if u.kind == "Int8Linear"] == [24 * 36 + 36, model[1].params]
+    assert report.share_reached < 0.1
+    assert "replace layers before quantizing" in str(report)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_int8_layers_on_a_gpu(dtype: torch.dtype) -> None:
+    model = small_model()
+    bt.quantize_(model)
+    for layer in model[0], model[1], model[3]:
+        x = torch.randn(5, layer.in_features).to(dtype)
+        exact = x.double() @ layer.to_dense().double().T + layer.bias.double()
+        y = copy.deepcopy(layer).cuda()(x.cuda()).cpu()
+        assert (y.double() - exact).norm() <= 2e-2 * exact.norm()

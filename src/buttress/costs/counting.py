@@ -27,6 +27,7 @@ from buttress.costs.uncounted import UncountedOperators
 from buttress.errors import ButtressError
 from buttress.inspection.hooks import Handle, removing
 from buttress.inspection.names import modules
+from buttress.nn.int8_linear import Int8Linear
 from buttress.nn.structured import Structured
 from buttress.ops.flops import register
 from buttress.text_table import render, show
@@ -149,7 +150,8 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> Cost:
     # Until here the output keeps the graph alive, and with it the saved tensors that are counted.
     del output
     return Cost(
-        params=sum(p.numel() for p in model.parameters()),
+        params=sum(p.numel() for p in model.parameters())
+        + sum(m.params for m in model.modules() if isinstance(m, Int8Linear)),
         macs=sum(counter.macs.values()),
         activation_bytes=sum(counter.saved_bytes.values()),
         rows=tuple(_rows(model, counter.macs, counter.saved_bytes)),
@@ -218,9 +220,9 @@ def _rows(model: nn.Module, macs: dict[str, int], saved_bytes: dict[str, int]) -
             hidden += (f"{name}.",)
         own = [p for p in module.parameters(recurse=structured) if id(p) not in counted]
         counted |= {id(p) for p in own}
-        params = sum(p.numel() for p in own)
+        params = module.params if isinstance(module, Int8Linear) else sum(p.numel() for p in own)
         if params or macs[name] or saved_bytes[name]:
             kind = type(module).__name__
-            if isinstance(module, Structured):
+            if isinstance(module, Structured | Int8Linear):
                 kind += f"({module.structure})"
             yield CostRow(name or "(model)", kind, params, macs[name], saved_bytes[name])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from buttress.inspection.names import join, unique_modules
 from buttress.inspection.obstacles import find_obstacles
 from buttress.inspection.sites import Site
+from buttress.nn.int8_linear import Int8Linear
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
 
@@ -74,6 +75,7 @@ def coverage(
             unreached.append(Unreached(obstacle.name, obstacle.kind, params, obstacle.reason))
     for name, module in _structured_layers(model):
         params = _count(((id(p), p) for p in module.parameters()), counted)
+        params += sum(m.params for m in module.modules() if isinstance(m, Int8Linear))
         unreached.append(Unreached(name, type(module).__name__, params, "structured already"))
     params_reached = sum(_count(sites[name].tensors(), counted) for name in replaced)
     return Coverage(params_reached, tuple(unreached))

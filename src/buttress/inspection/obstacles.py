@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from buttress.inspection.names import conv1d_class, is_conv1d, join, unique_modules
 from buttress.nn.attention import ProjectedAttention
+from buttress.nn.int8_linear import Int8Linear
 from buttress.nn.pointwise_conv import POINTWISE_CLASSES, not_pointwise_reason
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
@@ -83,6 +84,8 @@ def _is_one_layer(module: nn.Module) -> bool:
 
 def _packed_params(module: nn.Module) -> int:
     """Weights of a quantized layer that has no parameters."""
+    if isinstance(module, Int8Linear):
+        return module.params
     sizes = [getattr(module, key, None) for key in ("in_features", "out_features")]
     known = [size for size in sizes if isinstance(size, int)]
     return prod(known) if len(known) == 2 else sum(b.numel() for b in module.buffers() if b.dim() >= 2)
@@ -125,6 +128,8 @@ def _is_adapter(module: nn.Module) -> bool:
 
 def _quantization(module: nn.Module) -> str | None:
     """How the weights of a module are quantized or packed, if they are."""
+    if isinstance(module, Int8Linear):
+        return "int8"
     if type(module).__module__.startswith(("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.")):
         return type(module).__name__  # its weights are neither parameters nor buffers
     for key, parameter in module.named_parameters(recurse=False):

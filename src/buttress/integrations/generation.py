@@ -7,15 +7,16 @@ in eager mode, because their lengths differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer
 
 from buttress.errors import ButtressError, ShapeError
+from buttress.integrations.decodable import check_generation_config, check_layers, check_model
 from buttress.integrations.single_token import compiled
 from buttress.ops import graphed
 
@@ -83,7 +84,8 @@ class Decoder:
             "eager" is plain PyTorch. Default: "cuda_graph" on a GPU, "compiled" elsewhere.
 
     Raises:
-        ButtressError: If the model has no static cache, or the engine does not suit its device.
+        ButtressError: If the model has no static cache or its attention is neither "sdpa" nor "eager", or the engine
+            does not suit its device.
         ShapeError: If the cache would be longer than the model's positions.
 
     Example:
@@ -98,13 +100,15 @@ class Decoder:
         self.model, self.batch, self.max_length = model, batch, max_length
         self.device = model.device
         self.engine = _checked_engine(engine, self.device)
-        _check_model(model, max_length, batch)
-        self._cache = StaticCache(config=model.config, max_cache_len=max_length)
-        _check_layers(self._cache)
-        self._token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
-        self._position = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
-        self._mask = torch.ones(batch, max_length, dtype=torch.long, device=self.device)
+        check_model(model, max_length, batch)
+        with _plain_mode():
+            self._cache = StaticCache(config=model.config, max_cache_len=max_length)
+            check_layers(self._cache)
+            self._token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+            self._position = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+            self._mask = torch.ones(batch, max_length, dtype=torch.long, device=self.device)
         self._step: Step | None = None
+        self._streams = 0
 
     def generate(
         self,
@@ -120,6 +124,9 @@ class Decoder:
         on_token: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Continue a batch of prompts; the same tokens as `model.generate(do_sample=False)` at temperature 0.
+
+        Of the model's generation config, only the tokens that end and pad a text are used. Penalties, suppressed and
+        forced tokens, smallest lengths and beams are refused.
 
         Args:
             input_ids: The prompts, padded on the left where their lengths differ.
@@ -142,7 +149,8 @@ class Decoder:
 
         Raises:
             ShapeError: If the prompts do not fit the batch size or the cache.
-            ButtressError: If padding is not on the left, or an option is out of range.
+            ButtressError: If padding is not on the left, an option is out of range, or the model's generation config
+                changes the choice of tokens.
 
         Example:
             >>> decoder.generate(ids, max_new_tokens=20, temperature=0.8, top_k=50)
@@ -175,7 +183,9 @@ class Decoder:
         pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """As `generate`, token by token. Inputs are checked at once; only one stream of a decoder can be open.
+        """As `generate`, token by token. Inputs are checked at once.
+
+        Only one stream of a decoder can be open: an earlier one raises an error where it continues.
 
         Args:
             input_ids: The prompts.
@@ -195,7 +205,8 @@ class Decoder:
 
         Raises:
             ShapeError: If the prompts do not fit the batch size or the cache.
-            ButtressError: If padding is not on the left, or an option is out of range.
+            ButtressError: If padding is not on the left, an option is out of range, or the model's generation config
+                changes the choice of tokens.
 
         Example:
             >>> for tokens in decoder.stream(ids, max_new_tokens=20):
@@ -204,6 +215,7 @@ class Decoder:
         sampling = Sampling(temperature, top_k, generator)
         self._check_prompts(input_ids, attention_mask, max_new_tokens)
         config = self.model.generation_config
+        check_generation_config(config)
         ends = _as_list(config.eos_token_id if eos_token_id is None else eos_token_id)
         padding = config.pad_token_id if pad_token_id is None else pad_token_id
         if padding is None:
@@ -216,12 +228,20 @@ class Decoder:
     def _stream(
         self, ids: Tensor, mask: Tensor, count: int, sampling: Sampling, ends: list[int], padding: int
     ) -> Iterator[Tensor]:
-        step = self._prepared_step()
-        ended = torch.zeros(self.batch, dtype=torch.bool, device=self.device)
-        end_tokens = torch.tensor(ends, device=self.device)
-        logits = self._prefill(ids, mask)
+        with _plain_mode():
+            self._streams += 1
+            number = self._streams
+            step = self._prepared_step()
+            ended = torch.zeros(self.batch, dtype=torch.bool, device=self.device)
+            end_tokens = torch.tensor(ends, device=self.device)
+            logits = self._prefill(ids, mask)
         for i in range(count):
-            with torch.no_grad():
+            if number != self._streams:
+                raise ButtressError(
+                    "another text was begun with this decoder, whose cache holds one batch: finish a stream before the "
+                    "next, or build a Decoder for each"
+                )
+            with _plain_mode():
                 if i:
                     logits = step(self._token, self._position, self._mask)
                     self._position += 1
@@ -234,7 +254,6 @@ class Decoder:
             if ends and bool(ended.all()):
                 return
 
-    @torch.no_grad()
     def _prefill(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Read the prompts into the cache. Returns the logits of the last token."""
         self._cache.reset()  # type: ignore[no-untyped-call]
@@ -258,7 +277,6 @@ class Decoder:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    @torch.no_grad()
     def _prepared_step(self) -> Step:
         """The step, compiled or captured on first use; the cache is then in memory, and its contents are void."""
         if self.model.training:
@@ -275,21 +293,22 @@ class Decoder:
 
     def _captured(self) -> Step:
         """The step as a CUDA graph, which reads and writes the same tensors on each replay."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
-        with graphed():
+        with torch.cuda.device(self.device), graphed():
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UP_STEPS):
                     self._cache.reset()  # type: ignore[no-untyped-call]
                     self._forward(self._token, self._position, self._mask)
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            self._cache.reset()  # type: ignore[no-untyped-call]
-            with torch.cuda.graph(graph):
+                self._cache.reset()  # type: ignore[no-untyped-call]
+            with torch.cuda.graph(graph, stream=stream):
                 logits = self._forward(self._token, self._position, self._mask)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
         def replay(*_: Tensor) -> Tensor:
-            graph.replay()
+            with torch.cuda.device(self.device):
+                graph.replay()
             return logits
 
         return replay
@@ -357,6 +376,13 @@ def generate(
     return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
 
 
+@contextmanager
+def _plain_mode() -> Iterator[None]:
+    """No gradients, and no inference tensors: those could not be written to outside of the caller's inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def _checked_engine(engine: Engine | None, device: torch.device) -> Engine:
     chosen = engine or ("cuda_graph" if device.type == "cuda" else "compiled")
     if chosen not in get_args(Engine):
@@ -364,33 +390,6 @@ def _checked_engine(engine: Engine | None, device: torch.device) -> Engine:
     if chosen == "cuda_graph" and device.type != "cuda":
         raise ButtressError(f"a CUDA graph needs a model on a GPU, but this one is on {device}: use engine='compiled'")
     return chosen
-
-
-def _check_model(model: PreTrainedModel, max_length: int, batch: int) -> None:
-    """Refuse models without a static cache, and sizes that they cannot have."""
-    if batch < 1 or max_length < 2:
-        raise ShapeError(f"batch must be at least 1 and max_length at least 2, got {batch} and {max_length}")
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ButtressError(
-            f"{type(model).__name__} is no causal language model, which generates text from a cache: load the model "
-            "with AutoModelForCausalLM, or call its own generate"
-        )
-    if not model._can_compile_fullgraph:
-        raise ButtressError(
-            f"transformers states no support of a static cache for {type(model).__name__}: call model.generate"
-        )
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
-        raise ShapeError(f"max_length is {max_length}, but the model has {positions} positions: use at most these")
-
-
-def _check_layers(cache: StaticCache) -> None:
-    kinds = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not StaticLayer})
-    if kinds:
-        raise ButtressError(
-            f"the model's cache has layers of another kind ({', '.join(kinds)}), such as windows of attention, which "
-            "the decoder does not support: call model.generate"
-        )
 
 
 def _as_list(tokens: int | Sequence[int] | Tensor | None) -> list[int]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from buttress import ops
 from buttress.core.chain_sum import AnyChain
-from buttress.core.structures import Dense, Structure
+from buttress.core.structures import Structure, unstructured
 from buttress.errors import ReadOnlyError, StructureError
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.structured import check_projectable
@@ -80,7 +80,7 @@ class Int8Linear(nn.Module):
             structure, weights = layer.structure, layer.effective_factors()
         else:
             check_projectable(layer.weight)
-            structure, weights = Dense(), [layer.weight.unsqueeze(0)]
+            structure, weights = unstructured(), [layer.weight.unsqueeze(0)]
         if not all(bool(w.isfinite().all()) for w in weights):
             raise StructureError("a layer with infinite or undefined weights cannot be rounded to int8")
         pairs = [rounded(w) for w in weights]
@@ -96,6 +96,11 @@ class Int8Linear(nn.Module):
     def scales(self) -> list[Tensor]:
         """The scales of the factors' rows in float32."""
         return [self.get_buffer(f"scales_{f.name.replace('.', '_')}").view(torch.float32) for f in self.chain.factors]
+
+    @property
+    def params(self) -> int:
+        """Number of weights, with the bias; they are buffers."""
+        return sum(v.numel() for v in self.values) + (0 if self.bias is None else self.bias.numel())
 
     def to_dense(self) -> Tensor:
         """The (out_features, in_features) matrix in float32."""

@@ -65,9 +65,10 @@ def apply_int8(
 ) -> Tensor:
     """Multiply by the matrix of a chain whose factors are in int8.
 
-    Scales multiply the results of each factor. On a GPU, the fused kernel for few tokens reads the int8 values
-    themselves where `fused.serves_int8`. On a CPU, so does the step of a single token with torch.compile, and torch's
-    own kernel for unblocked factors in bfloat16. Elsewhere each call converts the values to the dtype of x.
+    Scales multiply the results of each factor, in float16 its weights. On a GPU, the fused kernel for few tokens reads
+    the int8 values themselves where `fused.serves_int8`. On a CPU, so does the step of a single token with
+    torch.compile, and torch's own kernel for unblocked factors in bfloat16. Elsewhere each call converts the values to
+    the dtype of x.
 
     Args:
         chain: The chain, or the sum of chains.
@@ -125,9 +126,12 @@ def _converted(chain: Chain, x: Tensor, values: Sequence[Tensor], scales: Sequen
 def _linear(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """x times the transpose of one int8 matrix."""
     small = 0 < x.shape[0] <= _MAX_PACKED_ROWS and x.shape[1] % _PACKED_STEP == 0
-    if small and x.device.type == "cpu" and x.dtype == torch.bfloat16:
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad  # torch's kernel has none
+    if small and x.device.type == "cpu" and x.dtype == torch.bfloat16 and not needs_gradient:
         packed: Tensor = torch.ops.buttress.int8_rows(x.contiguous(), values, scales)
         return packed
+    if x.dtype == torch.float16:
+        return F.linear(x, _half_weight(values, scales))
     return F.linear(x, values.to(x.dtype)) * scales.to(x.dtype)
 
 
@@ -136,8 +140,16 @@ def _blocked(layout: BmmLayout, z: Tensor, values: Sequence[Tensor], scales: Seq
     z = z.reshape(-1, *layout.read_sizes)
     for factor, value, scale in zip(layout.factors, values, scales, strict=True):
         blocks = factor.arrange(z)
-        weight = factor.repeat(value).to(z.dtype)
-        row_scale = factor.repeat(scale.to(z.dtype).unsqueeze(-1))
         source = blocks.mT if factor.tokens_slow else blocks
-        z = (torch.bmm(weight, source) * row_scale).view(*factor.result_sizes, -1)
+        if z.dtype == torch.float16:
+            product = torch.bmm(factor.repeat(_half_weight(value, scale)), source)
+        else:
+            weight = factor.repeat(value).to(z.dtype)
+            product = torch.bmm(weight, source) * factor.repeat(scale.to(z.dtype).unsqueeze(-1))
+        z = product.view(*factor.result_sizes, -1)
     return z.permute(layout.permutation).reshape(-1, layout.d_out)
+
+
+def _half_weight(values: Tensor, scales: Tensor) -> Tensor:
+    """A factor in float16, where sums of unscaled values would overflow."""
+    return (values.float() * scales.unsqueeze(-1)).to(torch.float16)

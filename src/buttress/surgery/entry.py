@@ -114,7 +114,8 @@ def entries_of(model: nn.Module) -> list[PlanEntry]:
     tied = tied_modules(model)
     for name, module in unique_modules(model):
         if isinstance(module, SplitLinear):
-            entries.append(_split_entry(name, module))
+            if all(isinstance(part, StructuredLinear) for part in module.parts):  # a plan does not describe int8 parts
+                entries.append(_split_entry(name, module))
             split_prefixes += (f"{name}.",)
         elif isinstance(module, StructuredEmbedding):
             entries.append(PlanEntry(name, module.structure, module.normalize, std=module.std, tied=tied.get(name)))

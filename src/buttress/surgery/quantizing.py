@@ -9,8 +9,8 @@ from torch import nn
 
 from buttress.errors import PlanError
 from buttress.inspection.head import output_head
-from buttress.inspection.names import first_match, unique_modules
-from buttress.inspection.sites import put_module
+from buttress.inspection.names import first_match, is_conv1d, unique_modules
+from buttress.inspection.sites import check_not_wrapped, individually_compiled, put_module
 from buttress.nn.int8_linear import Int8Linear
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.structured import Structured
@@ -35,7 +35,7 @@ class Quantization:
     def __str__(self) -> str:
         left = f"; in floating point: {', '.join(self.left)}" if self.left else ""
         sizes = f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
-        return f"{len(self.layers)} layers in int8, {sizes}{left}"
+        return f"{len(self.layers)} {'layer' if len(self.layers) == 1 else 'layers'} in int8, {sizes}{left}"
 
 
 def quantize_(model: nn.Module, layers: str | Sequence[str] | None = None) -> Quantization:
@@ -54,7 +54,8 @@ def quantize_(model: nn.Module, layers: str | Sequence[str] | None = None) -> Qu
         The names of the layers that were converted and of those that were not.
 
     Raises:
-        PlanError: If a glob matches no such layer.
+        PlanError: If a glob matches no such layer, the model is wrapped for distributed training, or a layer is on the
+            meta device or was compiled by itself.
         StructureError: If a layer's weights are quantized already, or not finite. The model is then as it was.
 
     Example:
@@ -69,6 +70,7 @@ def quantize_(model: nn.Module, layers: str | Sequence[str] | None = None) -> Qu
     inside = tuple(f"{name}." for name, m in unique_modules(model) if isinstance(m, nn.MultiheadAttention))
     candidates = {name: m for name, m in candidates.items() if name and not name.startswith(inside)}
     chosen = _chosen_names(model, candidates, layers)
+    _check_state(model, {name: candidates[name] for name in chosen})
     converted = {name: Int8Linear.of(candidates[name]) for name in chosen}  # all of them before any is put in place
     before = sum(t.nbytes for name in chosen for t in candidates[name].parameters())
     for name, layer in converted.items():
@@ -76,10 +78,21 @@ def quantize_(model: nn.Module, layers: str | Sequence[str] | None = None) -> Qu
     others = [
         name
         for name, m in unique_modules(model)
-        if isinstance(m, Structured | nn.Linear | nn.MultiheadAttention) and not name.startswith(inside)
+        if (isinstance(m, Structured | nn.Linear | nn.MultiheadAttention) or is_conv1d(m))
+        and not name.startswith(inside)
     ]
     after = sum(t.nbytes for layer in converted.values() for t in layer.buffers())
     return Quantization(tuple(converted), tuple(others), before, after)
+
+
+def _check_state(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+    check_not_wrapped(model, "quantizing")
+    compiled = individually_compiled(model)
+    for name, layer in chosen.items():
+        if id(layer) in compiled:
+            raise PlanError(f"{name} was compiled by itself, and the compiled code keeps it: compile after quantizing")
+        if any(p.is_meta for p in layer.parameters()):
+            raise PlanError(f"{name} is on the meta device and has no weights to round: load them before quantizing")
 
 
 def _chosen_names(

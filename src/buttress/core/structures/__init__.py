@@ -5,7 +5,7 @@ from buttress.core.structures.blast import BLAST
 from buttress.core.structures.block_diagonal import BlockDiagonal
 from buttress.core.structures.btt import BTT
 from buttress.core.structures.convolution import Convolution
-from buttress.core.structures.dense import Dense
+from buttress.core.structures.dense import Dense, unstructured
 from buttress.core.structures.kronecker import Kronecker
 from buttress.core.structures.low_rank import LowRank
 from buttress.core.structures.monarch import Monarch
@@ -30,4 +30,5 @@ __all__ = [
     "split",
     "structure",
     "structures",
+    "unstructured",
 ]

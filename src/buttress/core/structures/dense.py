@@ -30,3 +30,16 @@ class Dense(Structure):
     def chain(self, d_in: int, d_out: int) -> Chain:
         sizes, frozen = {"d": d_in, "e": d_out}, ["W"] if self.frozen else []
         return Chain.of(d_in, d_out, x="d", factors={"W": "e d"}, y="e", sizes=sizes, frozen=frozen)
+
+
+def unstructured() -> Dense:
+    """The structure of nn.Linear: one whole matrix.
+
+    Returns:
+        The structure.
+
+    Example:
+        >>> str(unstructured())
+        'dense'
+    """
+    return Dense()
