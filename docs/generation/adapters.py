@@ -25,11 +25,10 @@ def adapters_table() -> str:
                 best["lr"],
                 best["loss_before"],
                 best["loss_after"],
-                f"{float(best['ms_per_step']):,.0f}",
                 f"{float(best['peak_mb']):,.0f}",
             )
         )
-    head = "text | method | trained parameters | best rate | loss before | loss after | ms per step | memory, MB"
+    head = "text | method | trained parameters | best rate | loss before | loss after | memory, MB"
     return table(head, cells)
 
 
