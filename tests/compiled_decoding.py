@@ -27,7 +27,7 @@ def compile_int8(structure: bt.Structure, width: int, dtype: torch.dtype, tokens
     strided = layouts_of(structure.chain(width, width)).strided
     assert strided is not None
     spec = TensorSpec(torch.device("cpu"), dtype, "ieee" if dtype == torch.float32 else "tf32")
-    plan = pair_launches._decode_plan(strided, spec, tokens, False, True, True)
+    plan = pair_launches.decode_plan(strided, spec, tokens, False, True, True)
     constants = dict(plan.launch.constants)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     names = kernels.decode_pair.arg_names

@@ -28,8 +28,8 @@ SURFACE = {
     "report": "runs --out --title",
     "demo": "--runs --workers",
     "bench": "d_in d_out --tokens --device --forward --json",
-    "compress": "model --out --keep --structure --layers --cost --tokens --card --plan --calibrate --batch --length "
-    "--heal --lr --device --json",
+    "compress": "model --out --keep --structure --layers --head --cost --tokens --card --plan --calibrate --batch "
+    "--length --heal --lr --heal-dtype --device --json",
     "tokens": "texts --out --val --tokenizer --separator --dataset --check --json",
     "check": "structure --widths --naive --steps --figure --json",
 }

@@ -110,7 +110,7 @@ class TestAmounts:
 
         return Sequences(range(10_000), Path("numbers"), 32)
 
-    @pytest.mark.parametrize(("outputs", "expected"), [(1, [32, 32]), (128, [2]), (16, [16]), (4096, [2])])
+    @pytest.mark.parametrize(("outputs", "expected"), [(1, [32, 32]), (128, [2]), (16, [16]), (4096, [1])])
     def test_effects(self, outputs: int, expected: list[int]) -> None:
         assert [len(batch) for batch in self.data(outputs).effect_batches()] == expected
 

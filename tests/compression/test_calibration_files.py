@@ -96,7 +96,7 @@ def test_an_exchanged_image_is_noticed(pictures: Path, tmp_path: Path) -> None:
 
     def settings() -> dict[str, object]:
         options = bt.CompressOptions(images=tmp_path)
-        return pipeline._settings_of_work(read_calibration_files(None, tmp_path), options)
+        return pipeline.settings_of_work(read_calibration_files(None, tmp_path), options)
 
     before = settings()
     assert settings() == before

@@ -71,13 +71,13 @@ class TestLoading:
 
     def test_weights_never_stay_packed(self, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[Any] = []
-        original = gguf_loading._from_pretrained
+        original = gguf_loading.from_gguf
 
         def recorded(cls: Any, path: Path, **options: Any) -> Any:
             given.append(options.get("quantization_config"))
             return original(cls, path, **options)
 
-        monkeypatch.setattr(gguf_loading, "_from_pretrained", recorded)
+        monkeypatch.setattr(gguf_loading, "from_gguf", recorded)
         model = open_model_folder(source, "cpu", None).model
         if not hasattr(transformers, "GgufConfig"):
             pytest.skip("this transformers always dequantizes")

@@ -79,7 +79,7 @@ class TestSharedSvds:
     def test_nothing_is_kept_afterwards(self) -> None:
         with shared_svds():
             truncated_svd(torch.eye(3)[None], 2)
-        assert splitting._LATEST.get() is None
+        assert splitting.LATEST.get() is None
 
 
 def test_very_many_outputs_keep_the_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def load_gguf(
     check_parameters(path, cls, config, header.shapes)
     try:
         with quiet(), redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off otherwise
-            loaded, info = _from_pretrained(
+            loaded, info = from_gguf(
                 cls, path, config=config, dtype=torch.float32, output_loading_info=True, **_dequantizing()
             )
             if info["mismatched_keys"]:
@@ -123,12 +123,12 @@ def _dequantizing() -> dict[str, Any]:
 def _from_file(auto: Any, path: Path, what: str) -> Any:
     try:
         with quiet():
-            return _from_pretrained(auto, path)
+            return from_gguf(auto, path)
     except Exception as error:  # missing and damaged metadata raise errors of many types
         raise _failure(path, what, error) from error
 
 
-def _from_pretrained(cls: Any, path: Path, **options: Any) -> Any:
+def from_gguf(cls: Any, path: Path, **options: Any) -> Any:
     """`cls.from_pretrained` of a GGUF file alone.
 
     The folder is an empty one, because files beside the GGUF file would take precedence. The path is the whole one,

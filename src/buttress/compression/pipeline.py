@@ -125,7 +125,7 @@ def _compress(
     if data is not None:
         data.try_out(model)
     original, before = copy.deepcopy(model), RemainderBefore(model)
-    work.claim(fingerprint_of(model, _settings_of_work(data_files, options)))
+    work.claim(fingerprint_of(model, settings_of_work(data_files, options)))
     clock.end("load")
     blocked = _tie_obstacles(model) if options.head or options.layers is not None else {}
     sites, inputs = _sites_to_judge(model, options), dict[str, Tensor]()
@@ -199,7 +199,7 @@ def _with_embeddings(plan: Plan, model: nn.Module) -> Plan:
     return Plan(tuple(entries))
 
 
-def _settings_of_work(files: CalibrationFiles | None, options: CompressOptions) -> dict[str, Any]:
+def settings_of_work(files: CalibrationFiles | None, options: CompressOptions) -> dict[str, Any]:
     """What moments, options of layers and projections depend on besides the model."""
     from buttress import __version__
 

@@ -50,5 +50,6 @@ def matrix(chain: AnyChain, factors: Sequence[Tensor]) -> Tensor:
     operands: list[Tensor | list[int]] = []
     for f, tensor in zip(chain.factors, factors, strict=True):
         operands += [tensor.reshape([chain.sizes[a] for a in f.axes]), [number[a] for a in f.axes]]
-    whole = torch.einsum(*operands, [number[a] for a in (*chain.y, *chain.x)])
+    with torch.autocast(factors[0].device.type, enabled=False):  # in the factors' own precision, as `ops.dense`
+        whole = torch.einsum(*operands, [number[a] for a in (*chain.y, *chain.x)])
     return whole.reshape(chain.size(chain.y), chain.size(chain.x))[: chain.d_out, : chain.d_in]

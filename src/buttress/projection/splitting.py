@@ -34,7 +34,7 @@ Halves = tuple[Tensor, Tensor]
 """The first factor, with the axes `Cut.first_axes`, and the rest, with the axes `Cut.rest_axes`."""
 
 Svd = tuple[Tensor, Tensor, Tensor]
-_LATEST: ContextVar[deque[tuple[Tensor, Svd]] | None] = ContextVar("latest decompositions", default=None)
+LATEST: ContextVar[deque[tuple[Tensor, Svd]] | None] = ContextVar("latest decompositions", default=None)
 
 
 @dataclass(frozen=True)
@@ -177,15 +177,15 @@ def shared_svds(count: int = 2) -> Iterator[None]:
     Args:
         count: How many to keep. A projection with moments alternates between two.
     """
-    token = _LATEST.set(deque(maxlen=count))
+    token = LATEST.set(deque(maxlen=count))
     try:
         yield
     finally:
-        _LATEST.reset(token)
+        LATEST.reset(token)
 
 
 def _svd(blocks: Tensor) -> Svd:
-    latest = _LATEST.get()
+    latest = LATEST.get()
     for same, parts in latest or ():
         if same.shape == blocks.shape and same.dtype == blocks.dtype and torch.equal(same, blocks):
             return parts

@@ -28,7 +28,7 @@ from buttress import ops
 from buttress.ops import fused
 from buttress.ops.fused import availability, int8, kernels
 from buttress.ops.fused.launches import Launch, TensorSpec
-from buttress.ops.fused.pair_launches import _decode_plan
+from buttress.ops.fused.pair_launches import decode_plan
 from buttress.ops.int8 import rounded
 from buttress.ops.layouts import layouts_of
 from kernel_cases import DEVICE, LIMIT, poison_new_buffers, relative
@@ -224,7 +224,7 @@ def test_compilers_trace_the_rule() -> None:
 
     @torch.compile(fullgraph=True, dynamic=True, backend=backend)
     def taken(x: Tensor) -> Tensor:
-        return x * 0 + 1 if int8._takes(chain, x, None) else x * 0
+        return x * 0 + 1 if int8.takes(chain, x, None) else x * 0
 
     for tokens, expected in ((3, True), (30, True), (64, True), (65, False), (500, False)):
         assert bool(taken(torch.ones(tokens, 67)).all()) is expected
@@ -244,7 +244,7 @@ class _Taken(torch.nn.Module):
         self.chain = chain
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * 0 + 1 if int8._takes(self.chain, x, None) else x * 0
+        return x * 0 + 1 if int8.takes(self.chain, x, None) else x * 0
 
 
 def test_a_tile_beyond_shared_memory_has_one_stage() -> None:
@@ -255,7 +255,7 @@ def test_a_tile_beyond_shared_memory_has_one_stage() -> None:
 
     def stages(dtype: torch.dtype, rows_scaled: bool) -> object:
         spec = TensorSpec(torch.device("cpu"), dtype, "ieee")
-        return _decode_plan(strided, spec, 16, False, False, rows_scaled).launch.constants["num_stages"]
+        return decode_plan(strided, spec, 16, False, False, rows_scaled).launch.constants["num_stages"]
 
     for rows_scaled in (False, True):
         assert stages(torch.float32, rows_scaled) == 1

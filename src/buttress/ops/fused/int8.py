@@ -46,10 +46,10 @@ def serves_int8(chain: Chain, x: Tensor, bias: Tensor | None) -> bool:
     Returns:
         True if the kernel is used.
     """
-    return x.device.type == "cuda" and availability.TRITON and _takes(chain, x, bias)
+    return x.device.type == "cuda" and availability.TRITON and takes(chain, x, bias)
 
 
-def _takes(chain: Chain, x: Tensor, bias: Tensor | None) -> bool:
+def takes(chain: Chain, x: Tensor, bias: Tensor | None) -> bool:
     """As `serves_int8`, on a GPU with triton."""
     if x.dtype not in DTYPES or not layouts_of(chain).decodable:
         return False

@@ -189,7 +189,7 @@ def launch_decode(
     """
     tile_tokens = min(1 << (x.shape[0] - 1).bit_length(), 16)
     scaled = bool(scales) and not rows_scaled
-    table, parts, launch = _decode_plan(strided, TensorSpec.of(x), tile_tokens, scaled, bias is not None, rows_scaled)
+    table, parts, launch = decode_plan(strided, TensorSpec.of(x), tile_tokens, scaled, bias is not None, rows_scaled)
     scale1, scale2 = scales or (x, x)
     blocks = strided.factors[1].blocks
     launch(
@@ -200,7 +200,7 @@ def launch_decode(
 
 
 @lru_cache(maxsize=4096)
-def _decode_plan(
+def decode_plan(
     strided: StridedChain, spec: TensorSpec, tile_tokens: int, scaled: bool, biased: bool, rows_scaled: bool
 ) -> FactorPlan:
     """The plan of the second factor; `programs` are the parts of each of its blocks."""
