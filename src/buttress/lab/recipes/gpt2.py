@@ -102,6 +102,22 @@ def gpt2_rate_transfer() -> Iterator[Run]:
 
 
 @recipe
+def gpt2_rate_transfer_small() -> Iterator[Run]:
+    """Validation loss against learning rate as in gpt2-rate-transfer, for models that a CPU can train.
+
+    24 runs of 400 steps of 2,048 tokens; one to six minutes per run on one CPU core. The models have 4 layers and
+    widths from 64 to 256, and read a token folder called wiki-small, from `buttress tokens --tokenizer train:2048`.
+    """
+    for lr in (2e-3, 6e-3, 2e-2, 6e-2):
+        small = replace(WIKI, corpus="wiki-small", context=128, depth=4, base_width=64, batch=16, precision="float32")
+        short = replace(small, lr=lr, steps=400, warmup=40, evaluate=0)
+        for width in (64, 128, 256):
+            heads = width // 32
+            yield replace(short, width=width, heads=heads, head_width=32)
+            yield replace(_btt(short, width, heads), head_width=32)
+
+
+@recipe
 def gpt2_muon() -> Iterator[Run]:
     """Validation loss and activations of GPT-2 trained by AdamW and by Muon: dense, and BTT of rank 4 at equal MACs.
 
