@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import buttress as bt
-from buttress.files import leaves, locked, make_folder, new_folder, remove, replacing, write_text
+from buttress.files import cache_folder, leaves, locked, make_folder, new_folder, remove, replacing, write_text
 
 
 class TestReplacing:
@@ -294,3 +294,13 @@ def test_new_folders_are_flushed_into_their_parents(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(identity(os.fstat(descriptor))))
     make_folder(tmp_path / "a" / "b")
     assert flushed == [identity((tmp_path / "a").stat()), identity(tmp_path.stat())]
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BUTTRESS_CACHE", str(tmp_path / "cache"))
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("BUTTRESS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "buttress"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "buttress"

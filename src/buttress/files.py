@@ -211,3 +211,10 @@ def leaves(folder: Path, path: Path) -> bool:
         Whether the file is elsewhere: it belongs to somebody else and must be neither read nor written.
     """
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def cache_folder() -> Path:
+    """Where speeds and compiled kernels are stored: $BUTTRESS_CACHE, or `buttress` in the user's cache folder."""
+    if folder := os.environ.get("BUTTRESS_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "buttress"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import buttress as bt
+from buttress import files
 from buttress.ops import speeds
 from buttress.ops.strides import strided_chain
 from buttress.ops.tuning import Backward, Forward, Tuning
@@ -30,7 +31,7 @@ def test_rows_survive_the_disk_and_later_ones_win() -> None:
     other = row(bt.BTT(rank=2), 1024, 64, 1.0, 2.0)
     speeds.store_rows(GPU, [first, other])
     speeds.store_rows(GPU, [again])
-    path = speeds.cache_folder() / "test_gpu_9000.json"
+    path = files.cache_folder() / "test_gpu_9000.json"
     assert list(speeds.table(GPU)) == [again, other]
     assert sorted(p.name for p in path.parent.iterdir()) == ["test_gpu_9000.json", "test_gpu_9000.lock"]
     assert json.loads(path.read_text())["device"] == GPU
@@ -39,7 +40,7 @@ def test_rows_survive_the_disk_and_later_ones_win() -> None:
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"rows": [{"structure": "btt"}]}', b"\xff\xfe"])
 def test_a_broken_table_is_left_alone_with_a_warning(text: bytes) -> None:
     speeds.store_rows(GPU, [])
-    path = speeds.cache_folder() / "test_gpu_9000.json"
+    path = files.cache_folder() / "test_gpu_9000.json"
     path.write_bytes(text)
     speeds.table.cache_clear()
     with pytest.warns(UserWarning, match="not a speed table"):
@@ -138,15 +139,6 @@ def test_a_row_is_the_same_after_it_was_json() -> None:
         assert again == original
         assert again.key == original.key
         assert again.best == "triton"
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert speeds.cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("BUTTRESS_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert speeds.cache_folder() == tmp_path / "xdg" / "buttress"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert speeds.cache_folder() == Path.home() / ".cache" / "buttress"
 
 
 def test_a_gpu_without_measured_speeds_is_named_once(

@@ -144,13 +144,6 @@ class Row:
         )
 
 
-def cache_folder() -> Path:
-    """Where the user's speed tables are stored: $BUTTRESS_CACHE, or `buttress` in the user's cache folder."""
-    if folder := os.environ.get("BUTTRESS_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "buttress"
-
-
 @lru_cache(maxsize=8)
 def table(device: str) -> tuple[Row, ...]:
     """A GPU's speed table: the rows of the package, and those of the user's cache, which take precedence.
@@ -163,7 +156,7 @@ def table(device: str) -> tuple[Row, ...]:
     """
     name = _file_name(device)
     shipped = _read_or_warn(lambda: resources.files("buttress.ops").joinpath("tables", name))
-    own = _read_or_warn(lambda: cache_folder() / name)
+    own = _read_or_warn(lambda: files.cache_folder() / name)
     return tuple({row.key: row for row in (*shipped, *own, *unwritten_rows.get(device, ()))}.values())
 
 
@@ -182,7 +175,7 @@ def store_rows(device: str, rows: Iterable[Row]) -> None:
     """
     new_rows = list(rows)
     try:
-        path = cache_folder() / _file_name(device)
+        path = files.cache_folder() / _file_name(device)
         with files.locked(path.with_suffix(".lock"), wait=True):
             old_rows, sound = _read_if_sound(path)
             if not sound:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from buttress.ops.captures import forbid_in_capture
 from buttress.ops.framing import scaled_factors
-from buttress.ops.fused.launches import forbid_in_capture
 from buttress.ops.strides import StridedChain, StridedFactor, Strides
 
 

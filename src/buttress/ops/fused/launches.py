@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from buttress.errors import ButtressError
+from buttress.ops.captures import forbid_in_capture
 from buttress.ops.fused.availability import INTERPRETED
 from buttress.ops.strides import StridedChain, StridedFactor, Strides
 
@@ -23,19 +24,6 @@ R = TypeVar("R")
 
 class OversizeKernelError(ButtressError):
     """A kernel needs more shared memory or threads than the GPU has."""
-
-
-def forbid_in_capture() -> None:
-    """Refuse the first use of a kernel inside a CUDA graph capture, before anything there is copied or compiled.
-
-    Raises:
-        ButtressError: If the current stream is capturing.
-    """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ButtressError(
-            "a CUDA graph capture cannot compile the fused kernels of this layer: run the same step once before the "
-            "capture, and put bt.graphed() around both"
-        )
 
 
 class Launch:

@@ -1,0 +1,90 @@
+"""Compiling a kernel for a GPU when it is first used: NVRTC through cuda.core, with the result cached on disk.
+
+cuda.core is not imported until something is compiled or launched. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+from functools import lru_cache
+from pathlib import Path
+
+from buttress import files
+from buttress.errors import ButtressError
+
+log = logging.getLogger(__name__)
+
+LOWEST_CAPABILITY = 8, 0
+"""The kernels use bfloat16 matrix instructions, which GPUs have from this compute capability on."""
+_DIGEST_BYTES = 32
+
+
+@lru_cache(maxsize=1)
+def is_installed() -> bool:
+    """Whether cuda.core and the bindings that it compiles through are installed."""
+    try:
+        return all(importlib.util.find_spec(f"cuda.{name}") is not None for name in ("core", "bindings"))
+    except ModuleNotFoundError:
+        return False
+
+
+def machine_code(text: str, architecture: str, *, cached: bool = True) -> bytes:
+    """Compile CUDA C++ for one architecture.
+
+    Args:
+        text: The source.
+        architecture: The GPU's, such as "sm_90".
+        cached: Whether to read and write the user's cache folder.
+
+    Returns:
+        The machine code, a cubin.
+
+    Raises:
+        ButtressError: If it cannot be compiled.
+    """
+    from cuda.bindings import nvrtc
+
+    version = ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+    key = hashlib.sha256(f"{architecture} {version}\n{text}".encode()).hexdigest()
+    path = files.cache_folder() / "kernels" / f"{key}.cubin"
+    if cached and (code := _read(path)) is not None:
+        return code
+    code = _compile(text, architecture)
+    if cached:
+        _write(path, code)
+    return code
+
+
+def _compile(text: str, architecture: str) -> bytes:
+    from cuda.core import Program, ProgramOptions
+
+    try:
+        program = Program(text, "c++", ProgramOptions(arch=architecture, std="c++17"))
+        code = program.compile("cubin").code
+    except Exception as error:  # the errors of cuda.core share no class
+        raise ButtressError(
+            f"the on-chip kernels could not be compiled for {architecture}; "
+            f"if cuda-core is uninstalled, the other kernels are used: {error}"
+        ) from error
+    assert isinstance(code, bytes)
+    return code
+
+
+def _read(path: Path) -> bytes | None:
+    """Machine code from the cache, or None if there is none, or it is not what was written."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    try:
+        with files.replacing(path) as part:
+            part.write_bytes(hashlib.sha256(code).digest() + code)
+    except OSError as error:
+        log.warning("a compiled kernel could not be stored, and will be compiled again: %r", error)

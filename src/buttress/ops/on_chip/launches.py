@@ -1,0 +1,167 @@
+"""Launching the on-chip kernels. cuda.core is not imported until a kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from buttress.ops.captures import forbid_in_capture
+from buttress.ops.on_chip import source
+from buttress.ops.on_chip.compiling import LOWEST_CAPABILITY, is_installed, machine_code
+from buttress.ops.on_chip.options import ApplyOptions, GradientOptions, ceil_div
+from buttress.ops.on_chip.sizes import PairSizes
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes that the kernels support."""
+PACK_THREADS, PACKED_PER_THREAD = 256, 8
+"""Threads of a program that packs weights, and how many numbers each is to pack."""
+
+
+def can_launch(x: Tensor) -> bool:
+    """Whether the kernels can run on a tensor: its dtype, its GPU, and the packages of buttress[cuda]."""
+    return x.is_cuda and x.dtype in DTYPES and is_installed() and _is_capable(x.device)
+
+
+@lru_cache(maxsize=16)
+def _is_capable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= LOWEST_CAPABILITY
+
+
+def apply(
+    sizes: PairSizes, options: ApplyOptions, x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor],
+    bias: Tensor | None, *, transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """Apply a pair of factors, or with `transposed` their transposes; the intermediate stays on the chip.
+
+    Args:
+        sizes: Sizes of the pair, from x to the result.
+        options: Launch options.
+        x: The input, contiguous and aligned to 16 bytes like all other tensors.
+        weights: The factors in order of application; with `transposed`, the second before the first.
+        scales: One float32 multiplier for each of them, or none at all.
+        bias: Added to the result.
+        transposed: Whether the result is the gradient of the input of these factors.
+
+    Shape:
+        (tokens, sizes.d_in) -> (tokens, sizes.d_out).
+
+    Returns:
+        The result.
+    """
+    tokens = x.shape[0]
+    y = x.new_empty(tokens, sizes.d_out)
+    if not tokens:
+        return y
+    text = source.apply_text(
+        sizes, options, x.dtype, scaled=bool(scales), biased=bias is not None, transposed=transposed
+    )
+    packed = x.new_empty(options.packed_numbers(sizes))
+    packers = ceil_div(packed.numel(), PACK_THREADS * PACKED_PER_THREAD)
+    _kernel(text, source.PACK, 0, x.device).launch(packers, PACK_THREADS, *weights, packed)
+    kernel = _kernel(text, source.APPLY, options.shared_bytes(sizes), x.device)
+    programs = min(ceil_div(tokens, 16 * options.tiles), options.programs * _multiprocessors(x.device))
+    kernel.launch(programs, 32 * options.warps, x, packed, *(scales or (None, None)), bias, y, tokens)
+    return y
+
+
+def weight_gradients(
+    sizes: PairSizes, options: GradientOptions, x: Tensor, dy: Tensor, weights: Sequence[Tensor],
+    scales: Sequence[Tensor], *, biased: bool,
+) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+    """Compute the gradients of both factors, times their scales, and with `biased` that of the bias.
+
+    Tokens are divided into lanes, whose sums are added in order: the result is deterministic.
+
+    Args:
+        sizes: Sizes of the pair.
+        options: Launch options.
+        x: The input, contiguous and aligned to 16 bytes like all other tensors.
+        dy: The gradient of the result.
+        weights: The factors in order of application.
+        scales: One float32 multiplier for each of them, or none at all.
+        biased: Whether the gradient of the bias is wanted.
+
+    Shape:
+        x (tokens, sizes.d_in), dy (tokens, sizes.d_out) -> the shapes of the factors, and (sizes.d_out,).
+
+    Returns:
+        The gradients of the scaled factors, and that of the bias or None, all in float32.
+    """
+    tokens = x.shape[0]
+    shapes = [tuple(w.shape) for w in weights] + ([(sizes.d_out,)] if biased else [])
+    rectangles = options.rectangles(sizes)
+    lanes = max(1, min(_multiprocessors(x.device) // rectangles, ceil_div(tokens, 16 * options.tiles)))
+    sums = [x.new_empty(lanes, *shape, dtype=torch.float32) for shape in shapes]
+    text = source.gradient_text(sizes, options, x.dtype, scaled=bool(scales), biased=biased)
+    kernel = _kernel(text, source.GRADIENTS, options.shared_bytes(sizes), x.device)
+    kernel.launch(
+        rectangles * lanes, 32 * options.warps, x, dy, *weights, *(scales or (None, None)), *sums,
+        *(() if biased else (None,)), lanes, tokens,
+    )  # fmt: skip
+    first, second, *bias = [t.sum(0) for t in sums]
+    return [first, second], bias[0] if bias else None
+
+
+class Kernel:
+    """A loaded kernel.
+
+    Args:
+        code: Machine code for the GPU.
+        name: Name of the kernel in it.
+        shared_bytes: Shared memory of a program.
+        device: The GPU.
+    """
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int, device: torch.device) -> None:
+        from cuda.bindings import driver
+        from cuda.core import ObjectCode
+
+        self.kernel = ObjectCode.from_cubin(code).get_kernel(name)
+        self.shared_bytes = shared_bytes
+        # A launch may ask for more than 48 KiB only if the kernel allows it.
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(limit, shared_bytes, self.kernel.handle, device.index or 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise OversizeOnChipError(
+                f"a program of {torch.cuda.get_device_name(device)} has less than {shared_bytes:,} bytes of shared memory"
+            )
+
+    def launch(self, programs: int, threads: int, *arguments: Tensor | int | None) -> None:
+        """Launch the kernel on the current stream; a tensor stands for its address, None for a null pointer."""
+        from cuda.core import LaunchConfig, launch
+
+        config = LaunchConfig(grid=programs, block=threads, shmem_size=self.shared_bytes)
+        values = [a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments]
+        launch(_stream(torch.cuda.current_stream().cuda_stream), config, self.kernel, *values)
+
+
+class OversizeOnChipError(RuntimeError):
+    """A kernel needs more shared memory than the GPU has."""
+
+
+@lru_cache(maxsize=1024)
+def _kernel(text: str, name: str, shared_bytes: int, device: torch.device) -> Kernel:
+    """Compile and load a kernel, once for each device."""
+    forbid_in_capture()
+    from cuda.core import Device
+
+    Device(device.index or 0).set_current()
+    major, minor = torch.cuda.get_device_capability(device)
+    return Kernel(machine_code(text, f"sm_{major}{minor}"), name, shared_bytes, device)
+
+
+@lru_cache(maxsize=64)
+def _stream(handle: int) -> Any:
+    """A stream of torch. The default stream has the handle 0 there, and 1 where it must not be confused with none."""
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle or 1)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

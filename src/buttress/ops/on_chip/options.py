@@ -1,0 +1,165 @@
+"""Launch options of the on-chip kernels, which do not change results, and what they need of a multiprocessor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+
+from buttress.ops.on_chip.sizes import PairSizes
+
+MAX_SHARED_BYTES = 227 << 10
+"""Shared memory of a program on sm_90 and sm_100; sm_80 has less, which the launch refuses."""
+REGISTERS, MAX_REGISTERS = 1 << 16, 255
+"""Registers of a multiprocessor and of a thread."""
+OTHER_REGISTERS = 48
+"""Registers of a thread for addresses and loop counters; the rest holds numbers."""
+
+
+def ceil_div(n: int, divisor: int) -> int:
+    """n / divisor, rounded up."""
+    return -(-n // divisor)
+
+
+def round_up(n: int, divisor: int) -> int:
+    """The smallest multiple of `divisor` that is at least n."""
+    return ceil_div(n, divisor) * divisor
+
+
+def chunk_numbers(k: int) -> int:
+    """Numbers of a product's inner dimension that the four lanes of a group hold at a time: 16 or 32."""
+    return 16 if ceil_div(k, 16) % 2 else 32
+
+
+@dataclass(frozen=True)
+class ApplyOptions:
+    """Launch options of the kernel that applies a pair. A program takes 16 * `tiles` tokens at a time.
+
+    Args:
+        tiles: Tiles of 16 tokens.
+        group: Blocks of y that are computed between two barriers.
+        warps: Warps per program.
+        programs: Programs per multiprocessor.
+        buffers: Buffers of z: with two, one barrier per group is enough.
+        prefetch: Whether the first factor's weights of the next group are loaded while the second factor is applied.
+    """
+
+    tiles: int = 2
+    group: int = 8
+    warps: int = 8
+    programs: int = 1
+    buffers: int = 2
+    prefetch: bool = True
+
+    def shared_bytes(self, sizes: PairSizes) -> int:
+        """Shared memory of a program."""
+        k = sizes.c * sizes.s
+        row = round_up(round_up(k, chunk_numbers(k)), 64)
+        return 2 * self.buffers * self.group * 16 * self.tiles * row
+
+    def packed_numbers(self, sizes: PairSizes) -> int:
+        """Numbers of both weights in the order in which lanes read them, with the zeros that fill tiles."""
+        k1, k2 = sizes.d, sizes.c * sizes.s
+        columns = round_up(sizes.b, self.group) * sizes.s
+        first = sizes.c * columns * round_up(k1, chunk_numbers(k1))
+        return first + sizes.b * round_up(sizes.a, 8) * round_up(k2, chunk_numbers(k2))
+
+    def registers(self, sizes: PairSizes) -> int:
+        """About how many registers a thread needs."""
+        own = ceil_div(sizes.c, self.warps)
+        held = own * round_up(sizes.d, chunk_numbers(sizes.d)) // 4  # 16 rows of x, in the 32 lanes, two to a register
+        columns = self.group * sizes.s // 8
+        sharing = max(1, self.warps // self.group)
+        sums = ceil_div(self.tiles, sharing) * min(4, ceil_div(sizes.a, 8)) * 4
+        weights = held // 2 * columns if self.prefetch else held // 2
+        return self.tiles * held + sums + weights + OTHER_REGISTERS
+
+    def fits(self, sizes: PairSizes) -> bool:
+        """Whether a program has room on a multiprocessor, as far as that can be told without compiling it."""
+        return (
+            self.group * sizes.s % 8 == 0
+            and self.programs * self.shared_bytes(sizes) <= MAX_SHARED_BYTES
+            and self.registers(sizes) <= min(MAX_REGISTERS, REGISTERS // (32 * self.warps * self.programs))
+        )
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """Launch options of the kernel for both weight gradients. A program has the gradients of some pairs of blocks.
+
+    Args:
+        c_group: Blocks of x of a program.
+        b_group: Blocks of y of a program.
+        tiles: Tiles of 16 tokens that it takes at a time.
+        warps: Warps per program.
+    """
+
+    c_group: int = 8
+    b_group: int = 8
+    tiles: int = 2
+    warps: int = 8
+
+    def shared_bytes(self, sizes: PairSizes) -> int:
+        """Shared memory of a program."""
+        tokens = 16 * self.tiles
+        d, a = round_up(sizes.d, 16), round_up(sizes.a, 16)
+        rows1, rows2 = round_up(self.b_group * sizes.s, 16), round_up(self.c_group * sizes.s, 16)
+        inputs = tokens * (self.c_group * d + 8 + self.b_group * a + 8)
+        z = (self.c_group * rows1 + self.b_group * rows2) * (tokens + 8)
+        weights = self.c_group * rows1 * d + self.b_group * rows2 * a
+        return 2 * (inputs + z + weights)
+
+    def registers(self, sizes: PairSizes) -> int:
+        """About how many registers a thread needs."""
+        sums = copies = 0
+        for units, others, size in ((self.c_group, self.b_group, sizes.d), (self.b_group, self.c_group, sizes.a)):
+            padded, rows = round_up(size, 16), round_up(others * sizes.s, 16)
+            sums += ceil_div(units * rows // 16, self.warps) * padded // 2
+            copies += ceil_div(16 * self.tiles * units * padded // 8, 32 * self.warps) * 4
+        return sums + copies + 8 * self.tiles + OTHER_REGISTERS
+
+    def fits(self, sizes: PairSizes) -> bool:
+        """Whether a program has room on a multiprocessor, as far as that can be told without compiling it."""
+        return self.shared_bytes(sizes) <= MAX_SHARED_BYTES and self.registers(sizes) <= min(
+            MAX_REGISTERS, REGISTERS // (32 * self.warps)
+        )
+
+    def rectangles(self, sizes: PairSizes) -> int:
+        """Into how many programs the pairs of blocks are divided."""
+        return ceil_div(sizes.c, self.c_group) * ceil_div(sizes.b, self.b_group)
+
+
+def apply_candidates(sizes: PairSizes) -> Iterator[ApplyOptions]:
+    """Options that fit, those first that are likely to be fast: many tokens per program, then two buffers.
+
+    Args:
+        sizes: Sizes of the pair.
+
+    Yields:
+        The options; none where the pair is too large for the chip.
+    """
+    least = 8 // gcd(8, sizes.s)
+    for tiles, buffers, prefetch in product((4, 2, 1), (2, 1), (True, False)):
+        for group, warps, programs in product((least, 2 * least, 4 * least), (8, 16, 4), (1, 2, 3)):
+            options = ApplyOptions(tiles, group, warps, programs, buffers, prefetch)
+            if options.fits(sizes):
+                yield options
+
+
+def gradient_candidates(sizes: PairSizes) -> Iterator[GradientOptions]:
+    """Options that fit, those first that are likely to be fast: few programs, then many tokens at a time.
+
+    Args:
+        sizes: Sizes of the pair.
+
+    Yields:
+        The options; none where the pair is too large for the chip.
+    """
+    sides = (1, 2, 4, 8, 16, 32)
+    candidates = (
+        GradientOptions(min(c_group, sizes.c), min(b_group, sizes.b), tiles, warps)
+        for c_group, b_group, tiles, warps in product(sides, sides, (4, 2, 1), (8, 16))
+    )
+    fitting = dict.fromkeys(options for options in candidates if options.fits(sizes))
+    yield from sorted(fitting, key=lambda o: (o.rectangles(sizes), -o.tiles, o.warps))

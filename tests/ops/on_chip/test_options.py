@@ -1,0 +1,47 @@
+"""Launch options that fit the chip. That sizes agree with the kernels' own is checked when these are compiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from buttress.ops.on_chip.options import (
+    MAX_SHARED_BYTES,
+    ApplyOptions,
+    GradientOptions,
+    apply_candidates,
+    gradient_candidates,
+)
+from buttress.ops.on_chip.sizes import PairSizes
+
+WIDTH_1024 = PairSizes(c=32, d=32, b=32, a=32, s=4, d_in=1024, d_out=1024)
+WIDTH_16384 = PairSizes(c=128, d=128, b=128, a=128, s=4, d_in=16384, d_out=16384)
+
+
+def test_candidates_fit() -> None:
+    for options in apply_candidates(WIDTH_1024):
+        assert options.programs * options.shared_bytes(WIDTH_1024) <= MAX_SHARED_BYTES
+        assert options.group * WIDTH_1024.s % 8 == 0
+    for gradients in gradient_candidates(WIDTH_1024):
+        assert gradients.shared_bytes(WIDTH_1024) <= MAX_SHARED_BYTES
+        assert gradients.c_group <= WIDTH_1024.c
+
+
+def test_many_tokens_and_few_programs_come_first() -> None:
+    assert next(apply_candidates(WIDTH_1024)).tiles == 4
+    first, *others = (options.rectangles(WIDTH_1024) for options in gradient_candidates(WIDTH_1024))
+    assert first == min(others)
+
+
+def test_wide_inputs_do_not_fit() -> None:
+    assert next(apply_candidates(WIDTH_16384), None) is None
+    assert next(gradient_candidates(WIDTH_16384), None) is not None
+
+
+@pytest.mark.parametrize(("gradients", "rectangles"), [(GradientOptions(8, 16), 8), (GradientOptions(5, 32), 7)])
+def test_rectangles_cover_all_pairs_of_blocks(gradients: GradientOptions, rectangles: int) -> None:
+    assert gradients.rectangles(WIDTH_1024) == rectangles
+
+
+def test_columns_of_a_group_fill_tiles() -> None:
+    assert not ApplyOptions(group=1).fits(WIDTH_1024)
+    assert ApplyOptions(group=2).fits(WIDTH_1024)
