@@ -17,20 +17,23 @@ def test_an_implementation_sees_padded_sizes_and_scaled_factors() -> None:
     calls = []
 
     @framed
-    def first_columns(chain: bt.Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
-        calls.append((x, factors, recompute))
+    def first_columns(
+        chain: bt.Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool, activation: str | None
+    ) -> Tensor:
+        calls.append((x, factors, recompute, activation))
         return x * 2
 
     x, bias = torch.randn(4, 13), torch.randn(13)
     factors = [torch.randn(f.shape) for f in chain.factors]
-    y = first_columns(chain, x, factors, bias, [torch.tensor([2.0]), torch.tensor([3.0])], True)
-    (padded, scaled, recompute) = calls[0]
+    y = first_columns(chain, x, factors, bias, [torch.tensor([2.0]), torch.tensor([3.0])], True, "relu")
+    (padded, scaled, recompute, activation) = calls[0]
     assert padded.shape == (4, 15)
     assert not padded[:, 13:].any()
     assert recompute
+    assert activation == "relu"
     torch.testing.assert_close(scaled, [2 * factors[0], 3 * factors[1]])
     torch.testing.assert_close(y, 2 * x + bias)
-    assert torch.equal(first_columns(chain, x, factors, None, None, False), 2 * x)
+    assert torch.equal(first_columns(chain, x, factors, None, None, False, None), 2 * x)
     assert calls[1][1] is factors
 
 

@@ -18,6 +18,7 @@ from buttress.core.chain import Chain
 from buttress.core.chain_sum import AnyChain
 from buttress.errors import ButtressError, ShapeError
 from buttress.ops import bmm, flops, fused, reference, speeds
+from buttress.ops.activations import activated, check_activation
 from buttress.ops.framing import autocast_dtype, by_part
 from buttress.ops.fused import graphed
 from buttress.ops.layouts import layouts_of
@@ -54,8 +55,9 @@ def apply(
     scales: Sequence[Tensor] | None = None,
     recompute: bool = False,
     impl: Impl | None = None,
+    activation: str | None = None,
 ) -> Tensor:
-    """Multiply by a chain's matrix: y = x W^T + bias, where W is `dense(chain, factors)`.
+    """Multiply by a chain's matrix: y = act(x) W^T + bias, where W is `dense(chain, factors)`.
 
     Autocast applies as it does for F.linear. The parts of a sum are computed one after the other, each by its own
     fastest implementation, and added up. A part whose factors have another dtype than the first part's computes in its
@@ -71,6 +73,9 @@ def apply(
             less memory, slightly more time.
         impl: The implementation to use, "reference", "bmm" or "triton". Default: "triton" where it was measured to be
             faster for a similar layer on this GPU, else "bmm" (see `fastest`).
+        activation: What is applied to x first: "gelu" (exact), "gelu_tanh", "silu" or "relu". Default: nothing. The
+            backward pass needs x alone, so act(x) need not be stored: "triton" never does, "bmm" only for matrices
+            without blocks (dense, low rank), with a window, and for sums.
 
     Shape:
         x (*, d_in), factors (blocks, d_out, d_in) each, bias (d_out,) -> (*, d_out).
@@ -80,7 +85,7 @@ def apply(
 
     Raises:
         ShapeError: If x does not have `chain.d_in` features.
-        ButtressError: If `impl` is unknown, or cannot compute this.
+        ButtressError: If `impl` or `activation` is unknown, or `impl` cannot compute this.
 
     Example:
         >>> import buttress as bt
@@ -95,14 +100,17 @@ def apply(
         )
     if impl is not None and impl not in IMPLEMENTATIONS:
         raise ButtressError(f"unknown implementation {impl!r}: there are {', '.join(IMPLEMENTATIONS)}")
+    check_activation(activation)
     if (dtype := autocast_dtype(x)) is not None:
         x = x.to(dtype)
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
     x_rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
     if isinstance(chain, Chain):
-        y = _apply(chain, x_rows, factors, bias, scales, recompute, impl)
+        y = _apply(chain, x_rows, factors, bias, scales, recompute, impl, activation)
     else:
+        # Once for all parts, which may differ in dtype and implementation.
+        x_rows = activated(x_rows, activation)
         first, *others = by_part(chain, factors, scales)
         y = _apply(first[0], x_rows, first[1], bias, first[2], recompute, impl)
         for part, own, own_scales in others:
@@ -119,9 +127,10 @@ def _apply(
     scales: Sequence[Tensor] | None,
     recompute: bool,
     impl: Impl | None,
+    activation: str | None = None,
 ) -> Tensor:
     """Multiply the rows of x by the matrix of one chain."""
-    return IMPLEMENTATIONS[impl or fastest(chain, x)](chain, x, factors, bias, scales, recompute)
+    return IMPLEMENTATIONS[impl or fastest(chain, x)](chain, x, factors, bias, scales, recompute, activation)
 
 
 def fastest(chain: Chain, x: Tensor) -> Impl:

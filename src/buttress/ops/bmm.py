@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from buttress.core.chain import Chain
+from buttress.ops.activations import activated, activation_backward
 from buttress.ops.bmm_layout import BmmFactor, BmmLayout
 from buttress.ops.framing import framed, read_window, scaled_factors
 from buttress.ops.layouts import layouts_of
@@ -29,6 +30,7 @@ def apply(
     bias: Tensor | None,
     scales: Sequence[Tensor] | None,
     recompute: bool,
+    activation: str | None,
 ) -> Tensor:
     """Apply a chain with one torch.bmm per factor, or with F.linear where there is nothing to rearrange.
 
@@ -39,6 +41,8 @@ def apply(
         bias: Added to the result.
         scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Compute the intermediates again in the backward pass instead of saving them.
+        activation: Name of the activation that is applied to x, or None. Its result is saved only where the chain has
+            nothing to rearrange, or a window.
 
     Shape:
         (tokens, d_in) -> (tokens, d_out).
@@ -47,7 +51,8 @@ def apply(
         The output.
     """
     if not layouts_of(chain).bmm.plain or any(chain.padding):
-        return _apply_blocks(chain, x, factors, bias, scales, recompute)
+        return _apply_blocks(chain, x, factors, bias, scales, recompute, activation)
+    x = activated(x, activation)
     *first, last = factors if scales is None else scaled_factors(factors, scales)
     for weight in first:
         x = F.linear(x, weight[0])
@@ -55,10 +60,16 @@ def apply(
 
 
 @framed
-def _apply_blocks(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
+def _apply_blocks(
+    chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool, activation: str | None
+) -> Tensor:
     """The padded output of a chain for a padded input."""
     layout = layouts_of(chain).bmm
-    z = read_window(chain, x.reshape(-1, *layout.x_sizes))[0].flatten(1) if chain.window else x
+    z = x
+    if chain.window:
+        # Through the window, every number is read several times.
+        z, activation = activated(x, activation), None
+        z = read_window(chain, z.reshape(-1, *layout.x_sizes))[0].flatten(1)
     if (
         not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
@@ -67,8 +78,8 @@ def _apply_blocks(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute:
         or forward_ad._current_level >= 0
     ):
         # Compilers, torch.jit.trace and function transforms derive their own gradients.
-        return _forward(layout, z, factors)[0]
-    y: Tensor = BmmFunction.apply(layout, recompute, z, *factors)  # type: ignore[no-untyped-call]
+        return _forward(layout, activated(z, activation), factors)[0]
+    y: Tensor = BmmFunction.apply(layout, recompute, activation, z, *factors)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -101,44 +112,55 @@ def _bmm_side_by_side(left: Tensor, right: Tensor, *, direct: bool) -> Tensor:
 
 
 class BmmFunction(torch.autograd.Function):
-    """A whole chain as one node of the autograd graph. It saves x and the inputs of the later factors."""
+    """A whole chain as one node of the autograd graph. It saves x and the inputs of the later factors.
+
+    With an activation it saves x as it is before the activation.
+    """
 
     @staticmethod
-    def forward(ctx: Any, layout: BmmLayout, recompute: bool, z: Tensor, *weights: Tensor) -> Tensor:
-        y, inputs = _forward(layout, z, weights, direct=z.is_cuda)
-        ctx.layout = layout
+    def forward(
+        ctx: Any, layout: BmmLayout, recompute: bool, activation: str | None, z: Tensor, *weights: Tensor
+    ) -> Tensor:
+        y, inputs = _forward(layout, activated(z, activation), weights, direct=z.is_cuda)
+        ctx.layout, ctx.activation = layout, activation
         ctx.shape = z.shape
         # The input of a factor is needed for that factor's gradient alone.
-        learns = ctx.needs_input_grad[3:]
+        learns = ctx.needs_input_grad[4:]
         saved = [t if needed and not recompute else None for t, needed in zip(inputs, learns[1:], strict=True)]
-        ctx.save_for_backward(z if any(learns) else None, *weights, *saved)
+        # The derivative of the activation depends on x, too.
+        keeps_z = any(learns) or (activation is not None and ctx.needs_input_grad[3])
+        ctx.save_for_backward(z if keeps_z else None, *weights, *saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout: BmmLayout = ctx.layout
+        activation: str | None = ctx.activation
         count = len(layout.factors)
         z, *rest = ctx.saved_tensors
         weights, inputs = rest[:count], rest[count:]
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
             # Without z only its gradient is needed, which does not depend on its value.
             z = grad.new_zeros(ctx.shape, requires_grad=True) if z is None else z
-            return (None, None, *_differentiable_backward(layout, grad, (z, *weights), needed))
-        if any(learns and t is None for learns, t in zip(needed[2:], inputs, strict=True)):
-            inputs = _forward(layout, z, weights)[1]
+            return (None, None, None, *_differentiable_backward(layout, activation, grad, (z, *weights), needed))
+        learns = needed[1:]
+        h = activated(z, activation) if any(learns) else None
+        if any(factor_learns and t is None for factor_learns, t in zip(learns[1:], inputs, strict=True)):
+            inputs = _forward(layout, h, weights)[1]
         grads: list[Tensor | None] = [None] * (count + 1)
         for i in reversed(range(count)):
             factor, weight = layout.factors[i], weights[i]
             blocks = _grad_blocks(layout, i, grad)
-            if needed[i + 1]:
-                source = inputs[i - 1].mT if i else factor.arrange(z.reshape(-1, *layout.read_sizes))
+            if learns[i]:
+                source = inputs[i - 1].mT if i else factor.arrange(h.reshape(-1, *layout.read_sizes))
                 grads[i + 1] = factor.sum_repeats(torch.bmm(blocks, source))
             if i:
                 grad = factor.restore(torch.bmm(weight.mT, blocks))
             elif needed[0]:
-                grads[0] = _input_grad(factor, blocks, weight).reshape(ctx.shape)
-        return (None, None, *grads)
+                dh = _input_grad(factor, blocks, weight).reshape(ctx.shape)
+                grads[0] = activation_backward(dh, z, activation)
+        return (None, None, None, *grads)
 
 
 def _grad_blocks(layout: BmmLayout, i: int, grad: Tensor) -> Tensor:
@@ -159,11 +181,11 @@ def _input_grad(first: BmmFactor, grad_blocks: Tensor, weight: Tensor) -> Tensor
 
 
 def _differentiable_backward(
-    layout: BmmLayout, grad: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]
+    layout: BmmLayout, activation: str | None, grad: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients that can be differentiated again, of aliases because the inputs may depend on each other."""
     aliases = [t.view_as(t) for t in tensors]
     inputs = [t for t, is_needed in zip(aliases, needed, strict=True) if is_needed]
-    y = _forward(layout, aliases[0], aliases[1:])[0]
+    y = _forward(layout, activated(aliases[0], activation), aliases[1:])[0]
     grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
     return tuple(next(grads) if is_needed else None for is_needed in needed)

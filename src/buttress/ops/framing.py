@@ -12,10 +12,10 @@ from torch import Tensor
 from buttress.core.chain import Axes, Chain
 from buttress.core.chain_sum import AnyChain
 
-PaddedApply = Callable[[Chain, Tensor, Sequence[Tensor], bool], Tensor]
-"""(chain, padded x, factors, recompute) -> padded y."""
-Apply = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor] | None, bool], Tensor]
-"""(chain, x, factors, bias, scales, recompute) -> y: the interface of an implementation."""
+PaddedApply = Callable[[Chain, Tensor, Sequence[Tensor], bool, str | None], Tensor]
+"""(chain, padded x, factors, recompute, activation) -> padded y."""
+Apply = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor] | None, bool, str | None], Tensor]
+"""(chain, x, factors, bias, scales, recompute, activation) -> y: the interface of an implementation."""
 
 
 def framed(padded_apply: PaddedApply) -> Apply:
@@ -36,11 +36,12 @@ def framed(padded_apply: PaddedApply) -> Apply:
         bias: Tensor | None,
         scales: Sequence[Tensor] | None,
         recompute: bool,
+        activation: str | None,
     ) -> Tensor:
         if scales is not None:
             factors = scaled_factors(factors, scales)
         pad_in, pad_out = chain.padding
-        y = padded_apply(chain, F.pad(x, (0, pad_in)) if pad_in else x, factors, recompute)
+        y = padded_apply(chain, F.pad(x, (0, pad_in)) if pad_in else x, factors, recompute, activation)
         if pad_out:
             y = y[:, : chain.d_out]
         return y if bias is None else y + bias

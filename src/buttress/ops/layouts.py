@@ -6,10 +6,12 @@ Chains are immutable, and so are their layouts. They are stored in the chain's `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from buttress.core.chain import Chain
+from buttress.ops.activations import ACTIVATIONS
 from buttress.ops.bmm_layout import BmmLayout, bmm_layout
 from buttress.ops.lookup_layout import LookupLayout, lookup_layout
 from buttress.ops.strides import Signature, StridedChain, Strides, largest_offset, strided_chain
@@ -30,6 +32,7 @@ class Layouts:
     Args:
         bmm: Axis orders for torch.bmm.
         strided: Strides for the fused kernels, or None where they do not support the chain.
+        activated: As `strided`, by the activation that the first factor applies to x; empty where it is None.
         signature: Sizes on which the speed of the kernels depends; None where they do not support the chain.
         refusal: Why the fused kernels do not support the chain, or None where they do.
         decodable: Whether the kernel for few tokens supports the chain.
@@ -38,6 +41,7 @@ class Layouts:
 
     bmm: BmmLayout
     strided: StridedChain | None
+    activated: Mapping[str, StridedChain]
     signature: Signature | None
     refusal: str | None
     decodable: bool
@@ -60,6 +64,7 @@ def _derive_layouts(chain: Chain) -> Layouts:
     layouts = Layouts(
         bmm=bmm_layout(chain),
         strided=strided,
+        activated={} if strided is None else {name: replace(strided, activation=name) for name in ACTIVATIONS},
         signature=None if strided is None else strided.signature,
         refusal=refusal,
         decodable=strided is not None and is_decodable(strided),

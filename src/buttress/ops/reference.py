@@ -9,18 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buttress.core.chain import Axes, Chain
+from buttress.ops.activations import activated
 from buttress.ops.framing import framed, read_window
 
 
 @framed
-def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -> Tensor:
-    """y[token, y] = sum over every other axis of the factors times x[token, x].
+def apply(
+    chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool, activation: str | None
+) -> Tensor:
+    """y[token, y] = sum over every other axis of the factors times act(x)[token, x].
 
     Args:
         chain: The chain.
         x: The input, padded.
         factors: The factors in order of application.
         recompute: Ignored; torch decides what is saved.
+        activation: Name of the activation, or None.
 
     Shape:
         (tokens, padded d_in) -> (tokens, padded d_out).
@@ -28,7 +32,7 @@ def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool) -
     Returns:
         The output, padded.
     """
-    return _einsum(chain, x, factors, chain.y, len(chain.factors)).flatten(1)
+    return _einsum(chain, activated(x, activation), factors, chain.y, len(chain.factors)).flatten(1)
 
 
 def intermediate(chain: Chain, x: Tensor, factors: Sequence[Tensor], axes: Axes, *, before: int) -> Tensor:

@@ -16,6 +16,7 @@ from itertools import product
 from math import gcd, prod
 
 from buttress.core.chain import Axes, Chain
+from buttress.ops.activations import ACTIVATIONS
 
 Signature = tuple[tuple[tuple[int, int, int], ...], bool]
 """Sizes on which the speed of the kernels depends; see `StridedChain.signature`."""
@@ -126,19 +127,21 @@ class StridedChain:
         d_in: Columns of x.
         d_out: Columns of y.
         intermediate_rows: Rows of the intermediate after each factor but the last.
+        activation: What the first factor applies to x where it loads it; None for nothing.
     """
 
     factors: tuple[StridedFactor, ...]
     d_in: int
     d_out: int
     intermediate_rows: tuple[int, ...]
+    activation: str | None = None
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.factors, self.d_in, self.d_out, self.intermediate_rows))
+        return hash((self.factors, self.d_in, self.d_out, self.intermediate_rows, self.activation))
 
     @property
     def macs(self) -> int:
@@ -166,7 +169,8 @@ class StridedChain:
 
     def to_ints(self) -> list[int]:
         """The chain as integers, which a registered operator accepts as an argument."""
-        flat = [self.d_in, self.d_out, len(self.factors), *self.intermediate_rows]
+        activation = 0 if self.activation is None else 1 + list(ACTIVATIONS).index(self.activation)
+        flat = [self.d_in, self.d_out, activation, len(self.factors), *self.intermediate_rows]
         for factor in self.factors:
             flat += [*astuple(factor.source), *astuple(factor.target), factor.slices, len(factor.block_axes)]
             flat += [n for axis in factor.block_axes for n in astuple(axis)]
@@ -180,14 +184,14 @@ class StridedChain:
         def take(count: int) -> list[int]:
             return [next(remaining) for _ in range(count)]
 
-        d_in, d_out, count = take(3)
+        d_in, d_out, activation, count = take(4)
         intermediate_rows = tuple(take(count - 1))
         factors = []
         for _ in range(count):
             source, target = Strides(*take(4)), Strides(*take(4))
             slices, depth = take(2)
             factors.append(StridedFactor(source, target, tuple(BlockAxis(*take(4)) for _ in range(depth)), slices))
-        return cls(tuple(factors), d_in, d_out, intermediate_rows)
+        return cls(tuple(factors), d_in, d_out, intermediate_rows, (None, *ACTIVATIONS)[activation])
 
 
 def strided_chain(chain: Chain) -> StridedChain | None:

@@ -28,6 +28,7 @@ def apply(
     bias: Tensor | None,
     scales: Sequence[Tensor] | None,
     recompute: bool,
+    activation: str | None,
 ) -> Tensor:
     """Apply a chain with the kernels.
 
@@ -41,6 +42,7 @@ def apply(
         bias: Added to the result.
         scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Compute the intermediates again in the backward pass instead of saving them.
+        activation: Name of the activation that the kernels apply to x, or None.
 
     Shape:
         (tokens, d_in) -> (tokens, d_out).
@@ -52,7 +54,7 @@ def apply(
         ShapeError: If a factor or the bias has the wrong shape.
         ButtressError: If triton is missing, or the kernels do not support this chain, device or dtype.
     """
-    strided = require_strided(chain, x)
+    strided = require_strided(chain, x, activation)
     weights = [w.contiguous() for w in factors]
     scales = [s.float() for s in scales or ()]
     bias = None if bias is None else bias.contiguous()

@@ -2,9 +2,11 @@
 
 Both entry points, the `torch.autograd.Function` below and the operators of `operators.py`, follow one policy:
 
-- The chain *learns* if a weight or a scale needs a gradient. Only then are x and the intermediates needed.
+- The chain *learns* if a weight or a scale needs a gradient. Only then are the intermediates needed.
 - The forward pass saves the weights, the scales and the bias. If the chain learns, it also saves x and, unless
   `recompute` is set, the intermediates.
+- An activation is applied to x where the kernels load it, in both passes, so its result is never saved. Its derivative
+  depends on x: with an activation, x is also saved if the chain does not learn but x needs a gradient.
 - If the chain learns, the backward pass computes all gradients, after recomputing intermediates that were not saved.
   Otherwise it computes those of x and of the bias only.
 - A second derivative differentiates the same function in torch's own operations.
@@ -51,10 +53,19 @@ def saves_intermediates(*, learns: bool, recompute: bool) -> bool:
 
 
 def save(
-    ctx: Any, strided: StridedChain, learns: bool, x: Tensor, bias: Tensor | None, z: Tensor | None, parameters: Tensors
+    ctx: Any,
+    strided: StridedChain,
+    learns: bool,
+    x: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None,
+    parameters: Tensors,
+    *,
+    needs_x: bool,
 ) -> None:
     """Store the tensors for the backward pass on an autograd context; `parameters` are the weights, then the scales."""
-    ctx.save_for_backward(x if learns else None, bias, z, *parameters)
+    keeps_x = learns or (needs_x and strided.activation is not None)
+    ctx.save_for_backward(x if keeps_x else None, bias, z, *parameters)
     ctx.strided, ctx.learns, ctx.x_shape = strided, learns, x.shape
 
 
@@ -82,7 +93,7 @@ def backward(
 
     x, _, z, weights, scales = saved
     if not learns:
-        dx = passes.backward_input(strided, dy, weights, scales, tuning_for(strided, dy)) if needs_x else None
+        dx = passes.backward_input(strided, dy, x, weights, scales, tuning_for(strided, dy)) if needs_x else None
         return Gradients(dx, dy.sum(0) if needs_bias else None, [None] * len(weights), [None] * len(scales))
     assert x is not None
     tuning = tuning_for(strided, x)
@@ -119,7 +130,7 @@ def differentiable_backward(ctx: Any, dy: Tensor, saved: Saved, needed: Sequence
     """
     x, bias, _, weights, scales = saved
     if x is None:
-        # Then only the gradient of x is needed, which does not depend on its value.
+        # Then no gradient that is needed depends on its value.
         x = dy.new_zeros(ctx.x_shape, requires_grad=True)
     aliases: list[Any] = [None if t is None else t.view_as(t) for t in (x, bias, *weights, *scales)]
     count = len(weights)
@@ -141,7 +152,7 @@ class FusedFunction(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[4:])
         saves = saves_intermediates(learns=learns, recompute=recompute)
         y, z = forward(strided, x, parameters[:count], parameters[count:], bias, save=saves)
-        save(ctx, strided, learns, x, bias, z, parameters)
+        save(ctx, strided, learns, x, bias, z, parameters, needs_x=ctx.needs_input_grad[2])
         return y
 
     @staticmethod

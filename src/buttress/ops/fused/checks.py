@@ -17,12 +17,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that the kernels support."""
 
 
-def require_strided(chain: Chain, x: Tensor) -> StridedChain:
+def require_strided(chain: Chain, x: Tensor, activation: str | None = None) -> StridedChain:
     """The strides of a chain that the kernels support.
 
     Args:
         chain: The chain.
         x: The input.
+        activation: Name of the activation that is applied to x, or None.
 
     Returns:
         The strides.
@@ -47,7 +48,7 @@ def require_strided(chain: Chain, x: Tensor) -> StridedChain:
         raise ButtressError(
             f"the fused kernels take at most {MAX_OFFSET:,} tokens at a time, got {x.shape[0]:,}: use impl='bmm'"
         )
-    return strided
+    return strided if activation is None else layouts.activated[activation]
 
 
 def check_operands(

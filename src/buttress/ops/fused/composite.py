@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from buttress.ops.activations import activated
 from buttress.ops.captures import forbid_in_capture
 from buttress.ops.framing import scaled_factors
 from buttress.ops.strides import StridedChain, StridedFactor, Strides
@@ -32,7 +33,7 @@ def apply_strided(
     Returns:
         The result.
     """
-    z = x
+    z = activated(x, strided.activation)
     for factor, weight in zip(strided.factors, scaled_factors(weights, scales) if scales else weights, strict=True):
         source, order, slices = _indices(factor, x.device)
         z = F.pad(z, (0, factor.source_extent - z.shape[1])) if z.shape[1] < factor.source_extent else z

@@ -76,19 +76,32 @@ class FactorLauncher:
     tuning: Tuning
 
     def forward(
-        self, i: int, source: Buffer, target: Buffer, bias: Tensor | None = None, *, transposed: bool = False
+        self,
+        i: int,
+        source: Buffer,
+        target: Buffer,
+        bias: Tensor | None = None,
+        *,
+        transposed: bool = False,
+        x: Tensor | None = None,
     ) -> None:
-        """Apply factor i, or its transpose, to `source` and write to `target`."""
+        """Apply factor i, or its transpose, to `source` and write to `target`.
+
+        The transpose of a first factor with an activation needs x, the chain's input.
+        """
         factor, weight, tuning = self.strided.factors[i], self.weights[i], self.tuning.forward
         scale = self.scales[i] if self.scales else None
         table, programs, launch = _forward_plan(
-            factor, self.spec, tuning, transposed, source[1:], target[1:], scale is not None, bias is not None
-        )
+            factor, self.spec, tuning, transposed, source[1:], target[1:], scale is not None, bias is not None,
+            self._activation(i),
+        )  # fmt: skip
+        # A transposed factor has no bias; the kernel reads x in its place.
+        added = x if transposed and self._activation(i) is not None else bias
         tokens, tiles = tokens_and_tiles(source, target)
         lanes = lane_count(programs, tuning.programs * device_limits(self.spec.device).multiprocessors, tiles)
         launch(
             programs * lanes, source.tensor, weight, weight if scale is None else scale,
-            weight if bias is None else bias, target.tensor, table,
+            weight if added is None else added, target.tensor, table,
             tokens, tiles, lanes, source.width, target.width, factor.blocks,
         )  # fmt: skip
 
@@ -97,11 +110,11 @@ class FactorLauncher:
         factor, weight, tuning = self.strided.factors[i], self.weights[i], self.tuning.backward
         scale = self.scales[i] if self.scales else None
         table, programs, launch = _backward_plan(
-            factor, self.spec, tuning, source[1:], grad[1:], scale is not None, biased
+            factor, self.spec, tuning, source[1:], grad[1:], scale is not None, biased, self._activation(i)
         )
         if not launch.constants["WITH_DSRC"]:
             # Too many outputs to keep them all on the chip: the source's gradient needs its own launch.
-            self.forward(i, grad, source_grad, transposed=True)
+            self.forward(i, grad, source_grad, transposed=True, x=source.tensor)
         tokens, tiles = tokens_and_tiles(source, grad)
         lanes = lane_count(programs, tuning.programs * device_limits(self.spec.device).multiprocessors, tiles)
         weight_parts = weight.new_empty(
@@ -115,11 +128,15 @@ class FactorLauncher:
         )  # fmt: skip
         return _reduce(factor, weight_parts, weight, scale, bias_parts)
 
+    def _activation(self, i: int) -> str | None:
+        """What factor i applies to its source."""
+        return None if i else self.strided.activation
+
 
 @lru_cache(maxsize=4096)
 def _forward_plan(
     factor: StridedFactor, spec: TensorSpec, tuning: Forward, transposed: bool, source: BufferLayout,
-    target: BufferLayout, scaled: bool, biased: bool,
+    target: BufferLayout, scaled: bool, biased: bool, activation: str | None,
 ) -> FactorPlan:  # fmt: skip
     itemsize = spec.dtype.itemsize
     source_strides, target_strides = kernel_strides(factor)[:: -1 if transposed else 1]
@@ -134,6 +151,7 @@ def _forward_plan(
         "K": inputs, "J": outputs, "SRC_STRIDES": source_strides, "DST_STRIDES": target_strides,
         "T": TILE_TOKENS, "BK": bk, "BJ": bj, "W_ON_CHIP": on_chip, "TRANSPOSED": transposed,
         "SRC_TOKENS_FAST": source[1], "DST_TOKENS_FAST": target[1], "SCALED": scaled, "BIASED": biased,
+        "ACTIVATION": None if transposed else activation, "DERIVATIVE": activation if transposed else None,
         "PRECISION": spec.precision, "num_warps": tuning.warps,
         "num_stages": stage_count(
             spec.device, tuning.stages, bk * bj * itemsize, tile, bj * TILE_TOKENS * itemsize
@@ -146,7 +164,7 @@ def _forward_plan(
 @lru_cache(maxsize=4096)
 def _backward_plan(
     factor: StridedFactor, spec: TensorSpec, tuning: Backward, source: BufferLayout, target: BufferLayout,
-    scaled: bool, biased: bool,
+    scaled: bool, biased: bool, activation: str | None,
 ) -> FactorPlan:  # fmt: skip
     itemsize = spec.dtype.itemsize
     inputs, outputs = factor.source.size, factor.target.size
@@ -159,7 +177,8 @@ def _backward_plan(
         "K": inputs, "J": outputs, "SRC_STRIDES": source_strides, "DST_STRIDES": target_strides,
         "T": TILE_TOKENS, "BK": bk, "BJ": bj,
         "SRC_TOKENS_FAST": source[1], "DST_TOKENS_FAST": target[1], "WITH_DSRC": all_outputs,
-        "SCALED": scaled, "BIASED": biased, "PRECISION": spec.precision, "num_warps": tuning.warps,
+        "SCALED": scaled, "BIASED": biased, "ACTIVATION": activation, "PRECISION": spec.precision,
+        "num_warps": tuning.warps,
         "num_stages": stage_count(
             spec.device, tuning.stages, bk * bj * itemsize, (bk + bj) * TILE_TOKENS * itemsize,
             max(bk, bj) * TILE_TOKENS * itemsize,

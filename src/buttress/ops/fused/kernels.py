@@ -20,6 +20,9 @@ at a time, and T the tokens of a tile. "Tokens fast" means an intermediate, (til
 
 Offsets inside one token, one tile of an intermediate or one slice of a weight are 32 bits wide; where these start is
 computed in 64 bits. `layouts_of` refuses chains that are too large for that.
+
+ACTIVATION is what the first factor applies to x where it loads it, rounded to the dtype of x; None for nothing. The
+backward pass multiplies the gradient of x by its derivative in float32.
 """
 
 # Which branches are taken is decided when a kernel is compiled, statement by statement.
@@ -28,6 +31,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from buttress.ops.fused.activations import activate, derivative
 
 ALONE, PRODUCER, CONSUMER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -137,8 +142,12 @@ def _apply_factor(
     T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, W_ON_CHIP: tl.constexpr, TRANSPOSED: tl.constexpr,
     SRC_TOKENS_FAST: tl.constexpr, DST_TOKENS_FAST: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, ROLE: tl.constexpr, RING: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
-    """dst[j] = scale * sum_k w[j, k] src[k] + bias[j] for the tiles of one lane; TRANSPOSED reads w[k, j]."""
+    """dst[j] = scale * sum_k w[j, k] act(src[k]) + bias[j] for the tiles of one lane; TRANSPOSED reads w[k, j].
+
+    With DERIVATIVE, dst[j] is multiplied by act'(x[j]); p_bias is x, in the places of dst.
+    """
     o_t = tl.arange(0, T)  # [T]
     o_j = i_part * BJ + tl.arange(0, BJ)  # [BJ]
     o_dst = _block_offset(p_table + i_block * 3 + 1, DST_STRIDES) + _strided(o_j, DST_STRIDES)  # [BJ]
@@ -170,7 +179,7 @@ def _apply_factor(
                 b_src = _load_tile(
                     p_src, i_tile, i_slot, o_t, o_src, m_src, n_tokens, src_width, T, SRC_TOKENS_FAST
                 )  # [BK, T]  # fmt: skip
-                b_acc = _multiply(b_w, b_src, b_acc, DST_TOKENS_FAST, PRECISION)
+                b_acc = _multiply(b_w, activate(b_src, ACTIVATION), b_acc, DST_TOKENS_FAST, PRECISION)
             else:
                 for k_first in range(0, K, BK):
                     o_kk = k_first + o_k  # [BK]
@@ -184,11 +193,14 @@ def _apply_factor(
                         (o_j[:, None] < J) & (o_kk[None, :] < K),
                         0.0,
                     )  # [BJ, BK]
-                    b_acc = _multiply(b_wk, b_src, b_acc, DST_TOKENS_FAST, PRECISION)
+                    b_acc = _multiply(b_wk, activate(b_src, ACTIVATION), b_acc, DST_TOKENS_FAST, PRECISION)
             if SCALED:
                 b_acc *= scale
             if BIASED:
                 b_acc += b_bias[:, None] if DST_TOKENS_FAST else b_bias[None, :]
+            if DERIVATIVE is not None:
+                b_x = _load_tile(p_bias, i_tile, i_tile, o_t, o_dst, m_dst, n_tokens, dst_width, T, False)  # [BJ, T]
+                b_acc *= tl.trans(derivative(b_x, DERIVATIVE))  # [T, BJ]
             _store_tile(p_dst, b_acc, i_tile, i_slot, o_t, o_dst, m_dst, n_tokens, dst_width, T, DST_TOKENS_FAST)
         _end_group(p_counters, n_groups, i_group, ROLE, RING)
         i_group += 1
@@ -206,6 +218,7 @@ def forward(
     T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, W_ON_CHIP: tl.constexpr, TRANSPOSED: tl.constexpr,
     SRC_TOKENS_FAST: tl.constexpr, DST_TOKENS_FAST: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
     """One factor. Programs are (block, part, lane), blocks fastest."""
     i_program = tl.program_id(0)
@@ -215,7 +228,7 @@ def forward(
         i_program % n_blocks, i_program // n_blocks % n_parts, i_program // (n_blocks * n_parts),
         n_tokens, n_tiles, n_lanes, n_tiles, 1, 0, 0, 1, src_width, dst_width, K, J,
         SRC_STRIDES, DST_STRIDES, T, BK, BJ, W_ON_CHIP, TRANSPOSED, SRC_TOKENS_FAST, DST_TOKENS_FAST,
-        SCALED, BIASED, ALONE, False, PRECISION,
+        SCALED, BIASED, ALONE, False, PRECISION, ACTIVATION, DERIVATIVE,
     )  # fmt: skip
 
 
@@ -228,6 +241,7 @@ def forward_pair(
     SRC_STRIDES1: tl.constexpr, DST_STRIDES1: tl.constexpr, SRC_STRIDES2: tl.constexpr, DST_STRIDES2: tl.constexpr,
     T: tl.constexpr, BK1: tl.constexpr, BJ1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, RING: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Both factors of a pair. The first programs produce z, the others consume it."""
     i_program = tl.program_id(0)
@@ -239,7 +253,7 @@ def forward_pair(
             i_program % n_blocks1, i_program % n_first // n_blocks1, i_lane,
             n_tokens, n_tiles, n_lanes, group_tiles, n_groups, n_second, n_ring_groups, n_slots, d_in, n_rows, K1, J1,
             SRC_STRIDES1, DST_STRIDES1, T, BK1, BJ1, True, False, False, True,
-            SCALED, False, PRODUCER, RING, PRECISION,
+            SCALED, False, PRODUCER, RING, PRECISION, ACTIVATION, None,
         )  # fmt: skip
     else:
         i_program -= n_first * n_lanes
@@ -249,7 +263,7 @@ def forward_pair(
             i_program % n_blocks2, i_program % n_second // n_blocks2, i_lane,
             n_tokens, n_tiles, n_lanes, group_tiles, n_groups, n_first, n_ring_groups, n_slots, n_rows, d_out, K2, J2,
             SRC_STRIDES2, DST_STRIDES2, T, BK2, BJ2, True, False, True, False,
-            SCALED, BIASED, CONSUMER, RING, PRECISION,
+            SCALED, BIASED, CONSUMER, RING, PRECISION, None, None,
         )  # fmt: skip
 
 
@@ -259,10 +273,10 @@ def backward(
     n_tokens, n_tiles, n_lanes, src_width, dst_width, n_blocks, K: tl.constexpr, J: tl.constexpr,
     SRC_STRIDES: tl.constexpr, DST_STRIDES: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr,
     SRC_TOKENS_FAST: tl.constexpr, DST_TOKENS_FAST: tl.constexpr, WITH_DSRC: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """One factor: dsrc[k] = scale * sum_j w[j, k] ddst[j], and over a lane's tokens dw[j, k] = sum ddst[j] src[k] and
-    dbias[j] = sum ddst[j]. Without WITH_DSRC only dw and dbias are computed, and j is divided into parts as k is."""
+    """One factor: dsrc[k] = act'(src[k]) * scale * sum_j w[j, k] ddst[j], and over a lane's tokens dw[j, k] = sum
+    ddst[j] act(src[k]) and dbias[j] = sum ddst[j]. Without WITH_DSRC only dw and dbias are computed, and j is divided into parts as k is."""
     i_program = tl.program_id(0)
     i_block, i_rest = i_program % n_blocks, i_program // n_blocks
     n_parts_k = tl.cdiv(K, BK)
@@ -290,7 +304,7 @@ def backward(
         b_src = _load_tile(
             p_src, i_tile, i_tile, o_t, o_src, m_src, n_tokens, src_width, T, SRC_TOKENS_FAST
         )  # [BK, T]  # fmt: skip
-        b_dw = tl.dot(b_ddst, tl.trans(b_src), b_dw, input_precision=PRECISION)  # [BJ, BK]
+        b_dw = tl.dot(b_ddst, tl.trans(activate(b_src, ACTIVATION)), b_dw, input_precision=PRECISION)  # [BJ, BK]
         if BIASED:
             b_dbias += tl.sum(b_ddst.to(tl.float32), 1)  # [BJ]
         if WITH_DSRC:
@@ -300,6 +314,8 @@ def backward(
                 b_dsrc = tl.dot(tl.trans(b_ddst), b_w, input_precision=PRECISION)  # [T, BK]
             if SCALED:
                 b_dsrc *= scale
+            if ACTIVATION is not None:
+                b_dsrc *= tl.trans(derivative(b_src, ACTIVATION))  # [T, BK]: the source is x
             _store_tile(p_dsrc, b_dsrc, i_tile, i_tile, o_t, o_src, m_src, n_tokens, src_width, T, SRC_TOKENS_FAST)
     p_dslice = p_dw + (i_lane * n_blocks + i_block).to(tl.int64) * J * K
     tl.store(p_dslice + o_j[:, None] * K + o_k[None, :], b_dw, m_w)
@@ -348,6 +364,7 @@ def decode_pair(
     SLICE_STRIDE1: tl.constexpr, SRC_STRIDES2: tl.constexpr, DST_STRIDES2: tl.constexpr,
     T: tl.constexpr, BK1: tl.constexpr, BK2: tl.constexpr, BJ2: tl.constexpr,
     SCALED: tl.constexpr, ROWS_SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Both factors for few tokens. Each program computes the rows of z that its block of the second factor needs, so
     no program waits for another. SLICE_STRIDE1 is 0 where the first weight is shared. ROWS_SCALED: the scales are
@@ -374,7 +391,7 @@ def decode_pair(
         o_column = o_block1[:, None] * K1 + o_k1[None, :]  # [BK2, BK1]
         o_x = o_t.to(tl.int64)[:, None, None] * d_in + o_column[None, :, :]  # [T, BK2, BK1]
         m_x = (o_t[:, None, None] < n_tokens) & (m_w1 & (o_column < d_in))[None, :, :]  # [T, BK2, BK1]
-        b_x = tl.load(p_x + o_x, m_x, 0.0).to(tl.float32)  # [T, BK2, BK1]
+        b_x = activate(tl.load(p_x + o_x, m_x, 0.0), ACTIVATION).to(tl.float32)  # [T, BK2, BK1]
         b_z = tl.sum(b_x * b_w1[None, :, :], 2)  # [T, BK2]
         if SCALED:
             b_z *= scale1

@@ -90,7 +90,7 @@ def _chain_backward_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weights, scales, bias, numbers, learns, _ = inputs
-    autograd.save(ctx, _strided(tuple(numbers)), learns, x, bias, output[1], (*weights, *scales))
+    autograd.save(ctx, _strided(tuple(numbers)), learns, x, bias, output[1], (*weights, *scales), needs_x=True)
     ctx.set_materialize_grads(False)
 
 

@@ -129,8 +129,8 @@ def _pair_plan(
         programs += factor.blocks * cdiv(factor.target.size, bj)
     constants: dict[str, Any] = {
         **_pair_constants(strided), **dict(zip(("BK1", "BJ1", "BK2", "BJ2"), tiles, strict=True)),
-        "T": TILE_TOKENS, "SCALED": scaled, "BIASED": biased, "RING": ring, "PRECISION": spec.precision,
-        "num_warps": tuning.warps, "num_stages": stages,
+        "T": TILE_TOKENS, "SCALED": scaled, "BIASED": biased, "RING": ring, "ACTIVATION": strided.activation,
+        "PRECISION": spec.precision, "num_warps": tuning.warps, "num_stages": stages,
     }  # fmt: skip
     tables = [offset_table(factor, spec.device) for factor in strided.factors]
     if spec.device.type != "cuda":
@@ -215,8 +215,8 @@ def decode_plan(
     constants = {
         **{name: value for name, value in _pair_constants(strided).items() if name not in unused},
         "SLICE_STRIDE1": first.block_axes[0].weight_stride, "T": tile_tokens, "BK1": bk1, "BK2": bk2, "BJ2": bj2,
-        "SCALED": scaled, "ROWS_SCALED": rows_scaled, "BIASED": biased, "PRECISION": spec.precision,
-        "num_warps": 4,
+        "SCALED": scaled, "ROWS_SCALED": rows_scaled, "BIASED": biased, "ACTIVATION": strided.activation,
+        "PRECISION": spec.precision, "num_warps": 4,
         # One stage keeps the tiles in registers.
         "num_stages": 2 if shared_bytes <= device_limits(spec.device).program_shared_bytes else 1,
     }  # fmt: skip

@@ -33,7 +33,7 @@ def forward(
     strided: StridedChain, x: Tensor, weights: Tensors, scales: Tensors, bias: Tensor | None, tuning: Tuning,
     *, save: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Apply a chain.
+    """Apply a chain to x, or to the chain's activation of x.
 
     Args:
         strided: The chain.
@@ -137,12 +137,17 @@ def backward(
 
 
 @on_device_of_x
-def backward_input(strided: StridedChain, dy: Tensor, weights: Tensors, scales: Tensors, tuning: Tuning) -> Tensor:
-    """Compute the gradient of x only: the transposed factors in reverse order, without saved intermediates."""
+def backward_input(
+    strided: StridedChain, dy: Tensor, x: Tensor | None, weights: Tensors, scales: Tensors, tuning: Tuning
+) -> Tensor:
+    """Compute the gradient of x only: the transposed factors in reverse order, without saved intermediates.
+
+    Only an activation needs x itself.
+    """
     dx = dy.new_empty(dy.shape[0], strided.d_in)
     if dy.shape[0]:
         launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(dy), tuning)
         ends = buffers(strided, dx, new_intermediate(strided, dy), dy)
         for i in reversed(range(len(strided.factors))):
-            launcher.forward(i, ends[i + 1], ends[i], transposed=True)
+            launcher.forward(i, ends[i + 1], ends[i], transposed=True, x=x)
     return dx

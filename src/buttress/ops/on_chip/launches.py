@@ -127,7 +127,7 @@ class Kernel:
         (status,) = driver.cuKernelSetAttribute(limit, shared_bytes, self.kernel.handle, device.index or 0)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise OversizeOnChipError(
-                f"a program of {torch.cuda.get_device_name(device)} has less than {shared_bytes:,} bytes of shared memory"
+                f"programs of {torch.cuda.get_device_name(device)} have less than {shared_bytes:,} bytes of shared memory"
             )
 
     def launch(self, programs: int, threads: int, *arguments: Tensor | int | None) -> None:

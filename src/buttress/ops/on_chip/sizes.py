@@ -12,7 +12,7 @@ from buttress.ops.strides import StridedChain, strided_chain
 
 @dataclass(frozen=True)
 class PairSizes:
-    """Sizes of a pair of factors: x is c blocks of d numbers, y is b blocks of a, and z is s numbers for each two blocks.
+    """Sizes of a pair of factors: x is c blocks of d numbers, y is b blocks of a; z has s numbers for each two blocks.
 
     Args:
         c: Blocks of x, and of the first factor.
