@@ -23,6 +23,7 @@ import buttress as bt
 from buttress import ops
 from buttress.core.structures.cores import Split
 from buttress.core.structures.sizes import RULES
+from buttress.ops.activations import ACTIVATIONS, activated
 from chain_strategies import random_factors
 
 EVERYWHERE = ("reference", "bmm")
@@ -112,6 +113,23 @@ def check_applies_its_dense_form(structure: bt.Structure) -> None:
             tolerance = 0 if len(chain.parts) == 1 else 1e-13
             biased = ops.apply(chain, x, factors, bias, impl=impl)
             torch.testing.assert_close(biased, y + bias, rtol=tolerance, atol=tolerance)
+
+
+@contract
+def check_an_activation_is_applied_first(structure: bt.Structure) -> None:
+    for (i, o), activation in product([(6, 6), (7, 5), (12, 20)], ACTIVATIONS):
+        chain = structure.chain(i, o)
+        operands = [random_input(3, i), random_input(o, seed=2), *random_factors(chain)]
+        for impl, recompute, learns in product(EVERYWHERE, (False, True), (False, True)):
+            leaves = [t.detach().requires_grad_(learns or k < 2) for k, t in enumerate(operands)]
+            needed = [t for t in leaves if t.requires_grad]
+            x, bias, *factors = leaves
+            y = ops.apply(chain, x, factors, bias, activation=activation, recompute=recompute, impl=impl)
+            expected = ops.apply(chain, activated(x, activation), factors, bias, impl="reference")
+            torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-11)
+            grads, meaning = (torch.autograd.grad(t.square().sum(), needed) for t in (y, expected))
+            for one, two in zip(grads, meaning, strict=True):
+                torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
 
 
 @contract
@@ -206,6 +224,7 @@ def check_second_gradients(structure: bt.Structure) -> None:
     x = random_input(2, 4).requires_grad_()
     factors = [w.requires_grad_() for w in random_factors(chain)]
     assert torch.autograd.gradgradcheck(lambda x, *w: ops.apply(chain, x, w), (x, *factors))
+    assert torch.autograd.gradgradcheck(lambda x, *w: ops.apply(chain, x, w, activation="gelu"), (x, *factors))
 
 
 # ---------------------------------------------------------------- counts and scale

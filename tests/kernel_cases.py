@@ -48,29 +48,38 @@ def check(
     dtype: torch.dtype = torch.float32,
     *,
     scaled: bool = False,
+    biased: bool = True,
+    learns: bool = True,
+    **options: Any,
 ) -> None:
-    """Result and every gradient, and the result again with frozen operands, which uses other kernels."""
+    """Result and every gradient, and the result again with frozen operands, which uses other kernels.
+
+    Without `learns`, only x and the bias need gradients. The options are those of `ops.apply`.
+    """
     chain = structure.chain(d_in, d_out)
     x = torch.randn(tokens, d_in, device=DEVICE).to(dtype).requires_grad_()
-    factors = [(torch.randn(f.shape, device=DEVICE) * bt.init_std(f)).to(dtype).requires_grad_() for f in chain.factors]
-    bias = torch.randn(d_out, device=DEVICE).to(dtype).requires_grad_()
-    scales = [torch.rand(1, device=DEVICE).add_(0.5).requires_grad_() for _ in factors] if scaled else []
-    leaves = [x, *factors, bias, *scales]
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    count = len(factors)
-    y = ops.apply(chain, x, factors, bias, scales=scales or None, impl="triton")
-    meaning = ops.apply(
-        chain, exact[0], exact[1 : count + 1], exact[count + 1], scales=exact[count + 2 :] or None, impl="reference"
-    )
+    factors = [
+        (torch.randn(f.shape, device=DEVICE) * bt.init_std(f)).to(dtype).requires_grad_(learns) for f in chain.factors
+    ]
+    bias = [torch.randn(d_out, device=DEVICE).to(dtype).requires_grad_()] if biased else []
+    scales = [torch.rand(1, device=DEVICE).add_(0.5).requires_grad_(learns) for _ in factors] if scaled else []
+    operands = [x, *factors, *scales, *bias]
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in operands]
+    leaves, exact_leaves = ([t for t in tensors if t.requires_grad] for tensors in (operands, exact))
+
+    def run(impl: ops.Impl, x: Tensor, *others: Tensor) -> Tensor:
+        count = len(factors)
+        own, own_scales, rest = others[:count], others[count : count + len(scales)], others[count + len(scales) :]
+        return ops.apply(chain, x, own, *rest, scales=own_scales or None, impl=impl, **options)
+
+    y = run("triton", *operands)
+    meaning = run("reference", *exact)
     dy = torch.randn_like(y)
     if scaled:
         # Not all noise: a scale's gradient is one number, the product of dy and y, which would nearly cancel.
         dy += y.detach()
     grads = torch.autograd.grad(y, leaves, dy)
-    frozen = [t.detach() for t in leaves]
-    alone = ops.apply(
-        chain, frozen[0], frozen[1 : count + 1], frozen[count + 1], scales=frozen[count + 2 :] or None, impl="triton"
-    )
+    alone = run("triton", *(t.detach() for t in operands))
     assert y.dtype == alone.dtype == dtype
     if not tokens:
         assert y.shape == alone.shape == (0, d_out)
@@ -78,7 +87,7 @@ def check(
         return
     assert relative(y, meaning) < LIMIT[dtype]
     assert relative(alone, meaning) < LIMIT[dtype]
-    for grad, exact_grad in zip(grads, torch.autograd.grad(meaning, exact, dy.double()), strict=True):
+    for grad, exact_grad in zip(grads, torch.autograd.grad(meaning, exact_leaves, dy.double()), strict=True):
         assert relative(grad, exact_grad) < LIMIT[dtype]
 
 

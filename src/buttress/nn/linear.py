@@ -45,6 +45,9 @@ class StructuredLinear(Structured):
         weight: W itself, of shape ``(out_features, in_features)``, computed on each access. Writing to it raises.
         recompute: Whether the backward pass computes the intermediates between the factors again instead of storing
             them: less memory, slightly more time. False by default.
+        input_activation: Name of an activation that the layer applies to its input, y = W act(x) + bias, instead of a
+            module before it: "gelu", "gelu_tanh", "silu" or "relu". The result of the activation is then not stored
+            for the backward pass. `fuse_` sets it. None by default.
         multiply: What computes the product instead, where the layer is divided among processes (`buttress.parallel`).
 
     Raises:
@@ -60,6 +63,7 @@ class StructuredLinear(Structured):
     """
 
     multiply: Callable[[Tensor], Tensor] | None = None
+    input_activation: str | None = None
 
     def __init__(
         self,
@@ -159,13 +163,15 @@ class StructuredLinear(Structured):
             self.bias,
             scales=self.scales() if self.normalize else None,
             recompute=self.recompute,
+            activation=self.input_activation,
         )
 
     def extra_repr(self) -> str:
         """Sizes and options, for `repr`."""
         flags = "".join(f", {name}=True" for name in ("zero_init", "normalize") if getattr(self, name))
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, structure={self.structure}, bias={self.bias is not None}{flags}"
+        activation = f", input_activation={self.input_activation}" if self.input_activation else ""
+        return f"{sizes}, structure={self.structure}, bias={self.bias is not None}{flags}{activation}"
 
 
 def _stds(chain: AnyChain) -> dict[str, float]:

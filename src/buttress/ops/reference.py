@@ -14,9 +14,7 @@ from buttress.ops.framing import framed, read_window
 
 
 @framed
-def apply(
-    chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool, activation: str | None
-) -> Tensor:
+def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool, activation: str | None) -> Tensor:
     """y[token, y] = sum over every other axis of the factors times act(x)[token, x].
 
     Args:
