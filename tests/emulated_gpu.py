@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from buttress.ops.on_chip import launches
+from buttress.ops.on_chip.options import MAX_SHARED_BYTES
 
 COMPILER = shutil.which("g++")
 MULTIPROCESSORS = 3
@@ -72,6 +73,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     monkeypatch.setattr(launches, "_kernel", kernel)
     monkeypatch.setattr(launches, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(launches, "can_launch", lambda dtype, device: dtype in launches.DTYPES)
+    monkeypatch.setattr(launches, "shared_limit", lambda device: MAX_SHARED_BYTES)
 
 
 def guard_new_buffers(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -81,6 +84,8 @@ def guard_new_buffers(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def guarded(self: Tensor, *size: Any, **kwargs: Any) -> Tensor:
         shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        if not kwargs.get("dtype", self.dtype).is_floating_point or not shape.numel() or type(self) is not Tensor:
+            return new_empty(self, shape, **kwargs)
         buffer = new_empty(self, shape.numel() + 2 * GUARD, **kwargs).fill_(float("nan"))
         buffers.append(buffer)
         return buffer[GUARD : GUARD + shape.numel()].view(shape)

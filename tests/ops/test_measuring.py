@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,11 @@ from buttress import ops
 from buttress.ops import measuring, speeds
 from buttress.ops.fused import availability
 from buttress.ops.layouts import layouts_of
+from buttress.ops.on_chip.options import apply_candidates, gradient_candidates
+from buttress.ops.on_chip.sizes import on_chip_sizes
 from buttress.ops.speeds import Row, Times
 from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES
+from emulated_gpu import emulate
 from speed_rows import GPU, row
 
 CPU = torch.device("cpu")
@@ -186,3 +190,30 @@ def test_on_a_gpu_a_layer_is_measured_at_its_first_use(tmp_path: Path, monkeypat
     assert len(rows) == before + 1
     assert rows[-1].tokens == 1024
     assert set(rows[-1].times) == {"bmm", "triton"}
+
+
+def test_options_of_the_on_chip_kernels_are_the_fastest_that_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    emulate(monkeypatch, tmp_path)
+    timed: list[float] = []
+
+    def sample(function: Any, device: torch.device, seconds: float) -> measuring.Sample:
+        function()
+        timed.append(3.0 - len(timed) % 2)
+        return measuring.Sample(timed[-1], 0.0)
+
+    monkeypatch.setattr(measuring, "graph_sample_ms", sample)
+    chain = bt.BTT(rank=2).chain(32, 48)
+    sizes = on_chip_sizes(layouts_of(chain).strided)
+    both, without_dx = measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=2)
+    assert timed == [3.0, 2.0] * 3, "two options for each of three passes, of which the second is the faster one"
+    assert both.forward == list(islice(apply_candidates(sizes), 2))[1]
+    assert both.input_gradient == list(islice(apply_candidates(sizes.transposed), 2))[1]
+    assert both.weight_gradients == list(islice(gradient_candidates(sizes), 2))[1]
+    assert without_dx == replace(both, input_gradient=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_no_options_where_the_on_chip_kernels_cannot_run(dtype: torch.dtype) -> None:
+    assert measuring.tune_on_chip(bt.BTT().chain(32, 32), torch.randn(4, 32).to(dtype)) == []

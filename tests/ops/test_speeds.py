@@ -15,6 +15,7 @@ import buttress as bt
 from buttress import files
 from buttress.ops import speeds
 from buttress.ops.strides import strided_chain
+from buttress.ops.on_chip.options import ApplyOptions, GradientOptions, OnChip
 from buttress.ops.tuning import Backward, Forward, Tuning
 from speed_rows import GPU, row
 
@@ -134,7 +135,8 @@ def test_a_time_is_chosen_by_what_is_run_and_who_launches() -> None:
 
 def test_a_row_is_the_same_after_it_was_json() -> None:
     plain = row(bt.BTT(), 1024, 64, 1.0, 2.0)
-    for original in (plain, replace(plain, tuning=None), replace(plain, spread=0.25)):
+    with_options = replace(plain, tuning=Tuning(on_chip=OnChip(ApplyOptions(tiles=4), None, GradientOptions(2))))
+    for original in (plain, replace(plain, tuning=None), replace(plain, spread=0.25), with_options):
         again = speeds.Row.from_json(json.loads(json.dumps(original.as_json())))
         assert again == original
         assert again.key == original.key

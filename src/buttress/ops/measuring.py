@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
 from math import log2
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from buttress.ops.fused import availability, tuned
 from buttress.ops.fused.checks import DTYPES
 from buttress.ops.fused.launches import OversizeKernelError
 from buttress.ops.layouts import layouts_of
+from buttress.ops.on_chip import launches as on_chip_launches
+from buttress.ops.on_chip.options import OnChip, apply_candidates, gradient_candidates
+from buttress.ops.on_chip.sizes import on_chip_sizes
 from buttress.ops.speeds import MAX_SIZE_RATIO, Row, Times, dtype_key, gpu_name, nearest, store_rows, table
 from buttress.ops.strides import Signature
 from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES, Tuning, default_tuning
@@ -29,8 +34,12 @@ log = logging.getLogger(__name__)
 
 TIMING_SECONDS, TUNING_SECONDS = 0.08, 0.03
 """Seconds of repetitions for a time that is stored, and for one that only compares launch options."""
+ON_CHIP_CANDIDATES = 4
+"""Launch options of the on-chip kernels that are compared for each pass when a GPU is measured."""
 FLUSH_BYTES = 1 << 28
 """Bytes written before each repetition, to flush the caches of the GPU."""
+
+Options = TypeVar("Options")
 
 
 class Sample(NamedTuple):
@@ -222,7 +231,48 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
         return base
     fastest_forward = min(FORWARD_CANDIDATES, key=lambda f: milliseconds(forward, Tuning(f, base.backward)))
     fastest_backward = min(BACKWARD_CANDIDATES, key=lambda b: milliseconds(both, Tuning(fastest_forward, b)))
-    return Tuning(fastest_forward, fastest_backward)
+    tuning = Tuning(fastest_forward, fastest_backward)
+    on_chip = tune_on_chip(chain, x)
+    return min((tuning, *(replace(tuning, on_chip=o) for o in on_chip)), key=lambda t: milliseconds(both, t))
+
+
+def tune_on_chip(chain: Chain, x: Tensor, candidates: int = ON_CHIP_CANDIDATES) -> list[OnChip]:
+    """The fastest options of the on-chip kernels for each pass, in the combinations that are worth comparing.
+
+    Args:
+        chain: A chain that the kernels support.
+        x: The input.
+        candidates: How many options to compare for each pass. Each of them is compiled, which takes seconds.
+
+    Returns:
+        Options with which the gradient of x is computed by the on-chip kernels and by the others, as far as they fit;
+        empty where the on-chip kernels cannot run or do not support the chain.
+    """
+    strided = layouts_of(chain).strided
+    sizes = None if strided is None else on_chip_sizes(strided)
+    if sizes is None or not on_chip_launches.can_launch(x.dtype, x.device):
+        return []
+    limit = on_chip_launches.shared_limit(x.device)
+    dy, *weights = (
+        torch.randn(shape, device=x.device, dtype=x.dtype)
+        for shape in ((x.shape[0], chain.d_out), *(f.shape for f in chain.factors))
+    )
+
+    def fastest(options: Iterable[Options], run: Callable[[Options], object]) -> Options | None:
+        compared = islice(options, candidates)
+        return min(compared, key=lambda o: graph_sample_ms(lambda: run(o), x.device, TUNING_SECONDS).ms, default=None)
+
+    forward = fastest(apply_candidates(sizes, limit), lambda o: on_chip_launches.apply(sizes, o, x, weights, (), None))
+    input_gradient = fastest(
+        apply_candidates(sizes.transposed, limit),
+        lambda o: on_chip_launches.apply(sizes.transposed, o, dy, weights[::-1], (), None, transposed=True),
+    )
+    gradients = fastest(
+        gradient_candidates(sizes, limit),
+        lambda o: on_chip_launches.weight_gradients(sizes, o, x, dy, weights, (), biased=False),
+    )
+    combinations = (OnChip(forward, other, gradients) for other in (input_gradient, None))
+    return list(dict.fromkeys(options for options in combinations if options.weight_gradients is not None))
 
 
 used_layers: set[tuple[Signature, str, int, int]] = set()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from buttress import files
+from buttress.ops.on_chip.options import ApplyOptions, GradientOptions, OnChip
 from buttress.ops.strides import Signature
 from buttress.ops.tuning import Backward, Forward, Tuning
 
@@ -107,10 +108,12 @@ class Row:
         return self.structure, self.d_in, self.d_out, self.tokens, self.dtype
 
     def as_json(self) -> dict[str, Any]:
-        """The row as plain data, in the form of version 0.1 if no spread was measured."""
+        """The row as plain data, in the form of version 0.1 without what that could not measure."""
         data = asdict(self)
         if not self.spread:
             del data["spread"]
+        if self.tuning and not self.tuning.on_chip:
+            del data["tuning"]["on_chip"]
         return data
 
     @classmethod
@@ -139,7 +142,7 @@ class Row:
             signature=signature,
             linear=Times(**data["linear"]),
             times={name: Times(**t) for name, t in data["times"].items()},
-            tuning=tuning and Tuning(Forward(**tuning["forward"]), Backward(**tuning["backward"])),
+            tuning=tuning and _tuning_from_json(tuning),
             spread=float(data.get("spread", 0.0)),  # not in tables of version 0.1
         )
 
@@ -162,6 +165,16 @@ def table(device: str) -> tuple[Row, ...]:
 
 unwritten_rows: dict[str, list[Row]] = {}
 """Rows by GPU that could not be written to the user's cache; they are used by this process only."""
+
+
+def _tuning_from_json(data: Mapping[str, Any]) -> Tuning:
+    on_chip = data.get("on_chip")  # not in tables of version 0.1
+    if on_chip is not None:
+        types = {"forward": ApplyOptions, "input_gradient": ApplyOptions, "weight_gradients": GradientOptions}
+        on_chip = OnChip(
+            **{name: None if values is None else types[name](**values) for name, values in on_chip.items()}
+        )
+    return Tuning(Forward(**data["forward"]), Backward(**data["backward"]), on_chip)
 
 
 def store_rows(device: str, rows: Iterable[Row]) -> None:

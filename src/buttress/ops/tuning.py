@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from buttress.ops.on_chip.options import OnChip
 from buttress.ops.strides import Signature
 
 TILE_TOKENS = 64
@@ -48,10 +49,17 @@ class Backward:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch options of both passes."""
+    """Launch options of both passes. Field names are those of the speed tables.
+
+    Args:
+        forward: Options of the forward pass.
+        backward: Options of the backward pass.
+        on_chip: Which passes use the on-chip kernels, where these can run, and their options.
+    """
 
     forward: Forward = Forward()
     backward: Backward = Backward()
+    on_chip: OnChip | None = None
 
 
 FORWARD_CANDIDATES = (

@@ -11,7 +11,7 @@ import buttress as bt
 from buttress import files
 from buttress.ops.on_chip import compiling
 from buttress.ops.on_chip.options import apply_candidates, gradient_candidates
-from buttress.ops.on_chip.sizes import pair_sizes
+from buttress.ops.on_chip.sizes import on_chip_sizes
 from buttress.ops.on_chip.source import apply_text, gradient_text
 from buttress.ops.strides import strided_chain
 
@@ -31,7 +31,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_every_architecture(architecture: str, dtype: torch.dtype) -> None:
     strided = strided_chain(bt.BTT(rank=2).chain(768, 1000))
     assert strided is not None
-    sizes = pair_sizes(strided)
+    sizes = on_chip_sizes(strided)
     assert sizes is not None
     options, gradients = next(apply_candidates(sizes)), next(gradient_candidates(sizes))
     texts = [

@@ -45,3 +45,10 @@ def test_rectangles_cover_all_pairs_of_blocks(gradients: GradientOptions, rectan
 def test_columns_of_a_group_fill_tiles() -> None:
     assert not ApplyOptions(group=1).fits(WIDTH_1024)
     assert ApplyOptions(group=2).fits(WIDTH_1024)
+
+
+def test_less_shared_memory_takes_smaller_programs() -> None:
+    limit = 64 << 10
+    assert any(options.shared_bytes(WIDTH_1024) > limit for options in apply_candidates(WIDTH_1024))
+    assert all(options.shared_bytes(WIDTH_1024) <= limit for options in apply_candidates(WIDTH_1024, limit))
+    assert all(options.shared_bytes(WIDTH_1024) <= limit for options in gradient_candidates(WIDTH_1024, limit))

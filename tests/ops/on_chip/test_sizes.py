@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import buttress as bt
-from buttress.ops.on_chip.sizes import PairSizes, pair_sizes
+from buttress.ops.on_chip.sizes import PairSizes, on_chip_sizes
 from buttress.ops.strides import strided_chain
 
 
 def sizes_of(structure: bt.Structure, d_in: int, d_out: int) -> PairSizes | None:
     strided = strided_chain(structure.chain(d_in, d_out))
-    return None if strided is None else pair_sizes(strided)
+    return None if strided is None else on_chip_sizes(strided)
 
 
 @pytest.mark.parametrize(("structure", "d_in", "d_out", "sizes"), [

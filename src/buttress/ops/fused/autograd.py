@@ -4,7 +4,7 @@ Both entry points, the `torch.autograd.Function` below and the operators of `ope
 
 - The chain *learns* if a weight or a scale needs a gradient. Only then are the intermediates needed.
 - The forward pass saves the weights, the scales and the bias. If the chain learns, it also saves x and, unless
-  `recompute` is set, the intermediates.
+  `recompute` is set or the on-chip kernels need none, the intermediates.
 - An activation is applied to x where the kernels load it, in both passes, so its result is never saved. Its derivative
   depends on x: with an activation, x is also saved if the chain does not learn but x needs a gradient.
 - If the chain learns, the backward pass computes all gradients, after recomputing intermediates that were not saved.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from buttress.ops import flops
 from buttress.ops.fused.composite import apply_strided
-from buttress.ops.fused.selection import tuning_for
+from buttress.ops.fused.selection import keeps_intermediates_on_chip, tuning_for
 from buttress.ops.strides import StridedChain
 
 Tensors = Sequence[Tensor]
@@ -47,9 +47,9 @@ class Saved(NamedTuple):
     scales: Tensors
 
 
-def saves_intermediates(*, learns: bool, recompute: bool) -> bool:
+def saves_intermediates(*, learns: bool, recompute: bool, on_chip: bool) -> bool:
     """Whether the forward pass saves the intermediates for the backward pass."""
-    return learns and not recompute
+    return learns and not recompute and not on_chip
 
 
 def save(
@@ -97,8 +97,6 @@ def backward(
         return Gradients(dx, dy.sum(0) if needs_bias else None, [None] * len(weights), [None] * len(scales))
     assert x is not None
     tuning = tuning_for(strided, x)
-    if z is None:
-        z = passes.intermediates(strided, x, weights, scales, tuning)
     dx, dws, dss, db = passes.backward(strided, dy, x, z, weights, scales, tuning, biased=needs_bias)
     return Gradients(dx, db, dws, dss)
 
@@ -150,7 +148,8 @@ class FusedFunction(torch.autograd.Function):
     ) -> Tensor:
         count = len(strided.factors)
         learns = any(ctx.needs_input_grad[4:])
-        saves = saves_intermediates(learns=learns, recompute=recompute)
+        on_chip = keeps_intermediates_on_chip(strided, x.dtype, x.device)
+        saves = saves_intermediates(learns=learns, recompute=recompute, on_chip=on_chip)
         y, z = forward(strided, x, parameters[:count], parameters[count:], bias, save=saves)
         save(ctx, strided, learns, x, bias, z, parameters, needs_x=ctx.needs_input_grad[2])
         return y

@@ -126,7 +126,7 @@ class FactorLauncher:
             source_grad.tensor, weight_parts, weight_parts if bias_parts is None else bias_parts, table,
             tokens, tiles, lanes, source.width, grad.width, factor.blocks,
         )  # fmt: skip
-        return _reduce(factor, weight_parts, weight, scale, bias_parts)
+        return reduce_lanes(factor, weight_parts, weight, scale, bias_parts)
 
     def _activation(self, i: int) -> str | None:
         """What factor i applies to its source."""
@@ -194,7 +194,7 @@ def _reduce_launch(device: torch.device, dtype: torch.dtype, scaled: bool, wide:
     return Launch(kernels.reduce_gradients, {"SCALED": scaled, "B": REDUCED_ENTRIES, "num_warps": 4, "num_stages": 1})
 
 
-def _reduce(
+def reduce_lanes(
     factor: StridedFactor, weight_parts: Tensor, weight: Tensor, scale: Tensor | None, bias_parts: Tensor | None
 ) -> FactorGradients:
     """The gradients of the weight, its scale and the bias, from the sums of each lane and block."""

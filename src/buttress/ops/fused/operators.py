@@ -14,6 +14,7 @@ from torch import Tensor
 
 from buttress.ops.fused import autograd
 from buttress.ops.fused.autograd import Saved, Tensors
+from buttress.ops.fused.selection import keeps_intermediates_on_chip
 from buttress.ops.strides import StridedChain
 from buttress.ops.tuning import TILE_TOKENS
 
@@ -37,16 +38,24 @@ def apply_operator(
 ) -> Tensor:
     """Apply a chain through the registered operator."""
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, *scales))
-    saves = autograd.saves_intermediates(learns=learns, recompute=recompute)
-    outputs: tuple[Tensor, Tensor] = torch.ops.buttress.chain(
-        x, weights, scales, bias, strided.to_ints(), learns, saves
-    )
+    numbers = strided.to_ints()
+    on_chip = _keeps_intermediates_on_chip(tuple(numbers), x.dtype, x.device)
+    saves = autograd.saves_intermediates(learns=learns, recompute=recompute, on_chip=on_chip)
+    outputs: tuple[Tensor, Tensor] = torch.ops.buttress.chain(x, weights, scales, bias, numbers, learns, saves)
     return outputs[0]
 
 
 @lru_cache(maxsize=1024)
 def _strided(numbers: tuple[int, ...]) -> StridedChain:
     return StridedChain.from_ints(numbers)
+
+
+def _keeps_intermediates_on_chip(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return keeps_intermediates_on_chip(_strided(numbers), dtype, device)
+
+
+# A compiler calls it once and does not trace it: torch.compiler.assume_constant_result, without importing it.
+_keeps_intermediates_on_chip._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @torch.library.impl("buttress::chain", DEVICES)

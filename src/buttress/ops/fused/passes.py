@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from buttress.ops.fused import on_chip_passes
 from buttress.ops.fused.buffers import buffers, new_intermediate
-from buttress.ops.fused.factor_launches import FactorLauncher
+from buttress.ops.fused.factor_launches import FactorGradients, FactorLauncher
 from buttress.ops.fused.launches import TensorSpec, on_device_of_x
+from buttress.ops.fused.on_chip_passes import are_aligned
 from buttress.ops.fused.pair_launches import launch_decode, launch_pair
 from buttress.ops.layouts import MAX_DECODE_TOKENS, is_decodable, is_pair
 from buttress.ops.strides import StridedChain
@@ -56,9 +58,11 @@ def forward(
     if not save and x.shape[0] <= MAX_DECODE_TOKENS and is_decodable(strided):
         launch_decode(strided, x, weights, scales, bias, y)
         return y, None
-    # The number of programs that the GPU holds at once is computed for aligned tensors, as nearly all are.
-    operands = (x, *weights, *scales, *(() if bias is None else (bias,)))
-    if tuning.forward.fuse and is_pair(strided) and not any(t.data_ptr() % 16 for t in operands):
+    aligned = are_aligned(x, *weights, *scales, bias)
+    if not save and tuning.on_chip is not None and tuning.on_chip.forward is not None and aligned:
+        return on_chip_passes.forward(strided, x, weights, scales, bias, tuning.on_chip.forward), None
+    # The number of programs that the GPU holds at once is computed for aligned tensors.
+    if tuning.forward.fuse and is_pair(strided) and aligned:
         written, z = launch_pair(strided, x, weights, scales, bias, y, tuning.forward, save=save)
         if written:
             return y, z
@@ -108,32 +112,40 @@ def intermediates(strided: StridedChain, x: Tensor, weights: Tensors, scales: Te
 
 @on_device_of_x
 def backward(
-    strided: StridedChain, dy: Tensor, x: Tensor, z: Tensor, weights: Tensors, scales: Tensors, tuning: Tuning,
+    strided: StridedChain, dy: Tensor, x: Tensor, z: Tensor | None, weights: Tensors, scales: Tensors, tuning: Tuning,
     *, biased: bool,
 ) -> ChainGradients:  # fmt: skip
     """Compute the gradients of x, the weights, the scales and, with `biased`, the bias.
 
-    Sums over tokens are divided into a fixed number of lanes, which are added in order: the result is deterministic.
+    Intermediates that were not saved, z, are computed again. Sums over tokens are divided into a fixed number of lanes,
+    which are added in order: the result is deterministic.
     """
-    dx = torch.empty_like(x)
     if not x.shape[0]:
         db = dy.new_zeros(strided.d_out) if biased else None
-        return ChainGradients(dx, [torch.zeros_like(w) for w in weights], [torch.zeros_like(s) for s in scales], db)
+        weight_gradients, scale_gradients = ([torch.zeros_like(t) for t in tensors] for tensors in (weights, scales))
+        return ChainGradients(torch.empty_like(x), weight_gradients, scale_gradients, db)
+    on_chip = None if tuning.on_chip is None else tuning.on_chip.weight_gradients
+    if z is None and on_chip is not None and are_aligned(x, dy, *weights, *scales):
+        gradients = on_chip_passes.weight_gradients(strided, dy, x, weights, scales, on_chip, biased=biased)
+        return _chain_gradients(backward_input(strided, dy, x, weights, scales, tuning), gradients)
+    if z is None:
+        z = intermediates(strided, x, weights, scales, tuning)
+    dx = torch.empty_like(x)
     launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(x), tuning)
     values = buffers(strided, x, z, dy)
     grads = buffers(strided, dx, torch.empty_like(z), dy)
-    dws: list[Tensor] = []
-    dss: list[Tensor] = []
-    db = None
     last = len(strided.factors) - 1
-    for i in range(last, -1, -1):
-        dw, ds, factor_db = launcher.backward(i, grads[i + 1], values[i], grads[i], biased=biased and i == last)
-        dws.append(dw)
-        if ds is not None:
-            dss.append(ds)
-        if i == last:
-            db = factor_db
-    return ChainGradients(dx, dws[::-1], dss[::-1], db)
+    gradients = [
+        launcher.backward(i, grads[i + 1], values[i], grads[i], biased=biased and i == last)
+        for i in range(last, -1, -1)
+    ]
+    return _chain_gradients(dx, gradients[::-1])
+
+
+def _chain_gradients(dx: Tensor, gradients: Sequence[FactorGradients]) -> ChainGradients:
+    """The gradients of all factors together; the last factor's is that of the bias."""
+    dws, dss, dbs = zip(*gradients, strict=True)
+    return ChainGradients(dx, list(dws), [ds for ds in dss if ds is not None], dbs[-1])
 
 
 @on_device_of_x
@@ -144,6 +156,9 @@ def backward_input(
 
     Only an activation needs x itself.
     """
+    on_chip = None if tuning.on_chip is None else tuning.on_chip.input_gradient
+    if on_chip is not None and dy.shape[0] and are_aligned(dy, *weights, *scales):
+        return on_chip_passes.input_gradient(strided, dy, weights, scales, on_chip)
     dx = dy.new_empty(dy.shape[0], strided.d_in)
     if dy.shape[0]:
         launcher = FactorLauncher(strided, weights, scales, TensorSpec.of(dy), tuning)

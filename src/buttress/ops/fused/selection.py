@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from buttress.core.chain import Chain
 from buttress.ops import speeds
 from buttress.ops.fused import availability
 from buttress.ops.layouts import MAX_OFFSET, layouts_of
+from buttress.ops.on_chip import launches
+from buttress.ops.on_chip.sizes import on_chip_sizes
 from buttress.ops.strides import StridedChain
 from buttress.ops.tuning import Tuning, default_tuning
 
@@ -90,10 +94,34 @@ def tuned(tuning: Tuning) -> Iterator[None]:
 
 def tuning_for(strided: StridedChain, x: Tensor) -> Tuning:
     """The launch options for a chain and a tensor: forced, measured, or the defaults."""
+    return _tuning(strided, x.dtype, x.device)
+
+
+def keeps_intermediates_on_chip(strided: StridedChain, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the backward pass computes the weights' gradients without intermediates in memory."""
+    on_chip = _tuning(strided, dtype, device).on_chip
+    return on_chip is not None and on_chip.weight_gradients is not None
+
+
+def _tuning(strided: StridedChain, dtype: torch.dtype, device: torch.device) -> Tuning:
+    """As `tuning_for`; options of the on-chip kernels are left out where these cannot run."""
+    tuning = _forced_or_measured(strided, dtype, device) or default_tuning(strided.signature, dtype.itemsize)
+    if tuning.on_chip is None:
+        return tuning
+    runs = launches.can_launch(dtype, device)
+    return _with_fitting_options(tuning, strided, launches.shared_limit(device) if runs else 0)
+
+
+@lru_cache(maxsize=4096)
+def _with_fitting_options(tuning: Tuning, strided: StridedChain, shared_limit: int) -> Tuning:
+    sizes = on_chip_sizes(strided)
+    on_chip = tuning.on_chip.fitting(sizes, shared_limit) if tuning.on_chip and sizes and shared_limit else None
+    return replace(tuning, on_chip=on_chip)
+
+
+def _forced_or_measured(strided: StridedChain, dtype: torch.dtype, device: torch.device) -> Tuning | None:
     if _forced_tunings:
         return _forced_tunings[-1]
-    if x.device.type == "cuda":
-        key = speeds.dtype_key(x.dtype)
-        if (measured := speeds.measured_tuning(strided.signature, key, x.device.index or 0)) is not None:
-            return measured
-    return default_tuning(strided.signature, x.itemsize)
+    if device.type != "cuda":
+        return None
+    return speeds.measured_tuning(strided.signature, speeds.dtype_key(dtype), device.index or 0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from buttress.errors import ButtressError
 from buttress.ops.captures import forbid_in_capture
 from buttress.ops.on_chip import source
 from buttress.ops.on_chip.compiling import LOWEST_CAPABILITY, is_installed, machine_code
@@ -21,14 +22,21 @@ PACK_THREADS, PACKED_PER_THREAD = 256, 8
 """Threads of a program that packs weights, and how many numbers each is to pack."""
 
 
-def can_launch(x: Tensor) -> bool:
-    """Whether the kernels can run on a tensor: its dtype, its GPU, and the packages of buttress[cuda]."""
-    return x.is_cuda and x.dtype in DTYPES and is_installed() and _is_capable(x.device)
+def can_launch(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels can run on tensors: their dtype, their GPU, and the packages of buttress[cuda]."""
+    return device.type == "cuda" and dtype in DTYPES and is_installed() and _is_capable(device)
 
 
 @lru_cache(maxsize=16)
 def _is_capable(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= LOWEST_CAPABILITY
+
+
+@lru_cache(maxsize=16)
+def shared_limit(device: torch.device) -> int:
+    """Shared memory of a program, in bytes."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def apply(
@@ -71,10 +79,10 @@ def apply(
 def weight_gradients(
     sizes: PairSizes, options: GradientOptions, x: Tensor, dy: Tensor, weights: Sequence[Tensor],
     scales: Sequence[Tensor], *, biased: bool,
-) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
-    """Compute the gradients of both factors, times their scales, and with `biased` that of the bias.
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Compute sums of which the gradients consist: of both scaled factors, and with `biased` of the bias.
 
-    Tokens are divided into lanes, whose sums are added in order: the result is deterministic.
+    Tokens are divided into lanes. Adding up the sums of all lanes in order gives a deterministic result.
 
     Args:
         sizes: Sizes of the pair.
@@ -86,10 +94,11 @@ def weight_gradients(
         biased: Whether the gradient of the bias is wanted.
 
     Shape:
-        x (tokens, sizes.d_in), dy (tokens, sizes.d_out) -> the shapes of the factors, and (sizes.d_out,).
+        x (tokens, sizes.d_in), dy (tokens, sizes.d_out) -> (lanes, *shape) for the shape of each factor, and
+        (lanes, sizes.d_out).
 
     Returns:
-        The gradients of the scaled factors, and that of the bias or None, all in float32.
+        The sums of each lane for the factors, and for the bias or None, all in float32.
     """
     tokens = x.shape[0]
     shapes = [tuple(w.shape) for w in weights] + ([(sizes.d_out,)] if biased else [])
@@ -102,8 +111,8 @@ def weight_gradients(
         rectangles * lanes, 32 * options.warps, x, dy, *weights, *(scales or (None, None)), *sums,
         *(() if biased else (None,)), lanes, tokens,
     )  # fmt: skip
-    first, second, *bias = [t.sum(0) for t in sums]
-    return [first, second], bias[0] if bias else None
+    first, second, *bias = sums
+    return first, second, bias[0] if bias else None
 
 
 class Kernel:
@@ -126,8 +135,8 @@ class Kernel:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(limit, shared_bytes, self.kernel.handle, device.index or 0)
         if status != driver.CUresult.CUDA_SUCCESS:
-            raise OversizeOnChipError(
-                f"programs of {torch.cuda.get_device_name(device)} have less than {shared_bytes:,} bytes of shared memory"
+            raise ButtressError(
+                f"{name} needs {shared_bytes:,} bytes of shared memory, which {device} refused: {status}"
             )
 
     def launch(self, programs: int, threads: int, *arguments: Tensor | int | None) -> None:
@@ -137,10 +146,6 @@ class Kernel:
         config = LaunchConfig(grid=programs, block=threads, shmem_size=self.shared_bytes)
         values = [a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments]
         launch(_stream(torch.cuda.current_stream().cuda_stream), config, self.kernel, *values)
-
-
-class OversizeOnChipError(RuntimeError):
-    """A kernel needs more shared memory than the GPU has."""
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from math import gcd
 from buttress.ops.on_chip.sizes import PairSizes
 
 MAX_SHARED_BYTES = 227 << 10
-"""Shared memory of a program on sm_90 and sm_100; sm_80 has less, which the launch refuses."""
+"""Shared memory of a program on sm_90 and sm_100."""
 REGISTERS, MAX_REGISTERS = 1 << 16, 255
 """Registers of a multiprocessor and of a thread."""
 OTHER_REGISTERS = 48
@@ -75,11 +75,11 @@ class ApplyOptions:
         weights = held // 2 * columns if self.prefetch else held // 2
         return self.tiles * held + sums + weights + OTHER_REGISTERS
 
-    def fits(self, sizes: PairSizes) -> bool:
+    def fits(self, sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> bool:
         """Whether a program has room on a multiprocessor, as far as that can be told without compiling it."""
         return (
             self.group * sizes.s % 8 == 0
-            and self.programs * self.shared_bytes(sizes) <= MAX_SHARED_BYTES
+            and self.programs * self.shared_bytes(sizes) <= shared_limit
             and self.registers(sizes) <= min(MAX_REGISTERS, REGISTERS // (32 * self.warps * self.programs))
         )
 
@@ -119,9 +119,9 @@ class GradientOptions:
             copies += ceil_div(16 * self.tiles * units * padded // 8, 32 * self.warps) * 4
         return sums + copies + 8 * self.tiles + OTHER_REGISTERS
 
-    def fits(self, sizes: PairSizes) -> bool:
+    def fits(self, sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> bool:
         """Whether a program has room on a multiprocessor, as far as that can be told without compiling it."""
-        return self.shared_bytes(sizes) <= MAX_SHARED_BYTES and self.registers(sizes) <= min(
+        return self.shared_bytes(sizes) <= shared_limit and self.registers(sizes) <= min(
             MAX_REGISTERS, REGISTERS // (32 * self.warps)
         )
 
@@ -130,11 +130,37 @@ class GradientOptions:
         return ceil_div(sizes.c, self.c_group) * ceil_div(sizes.b, self.b_group)
 
 
-def apply_candidates(sizes: PairSizes) -> Iterator[ApplyOptions]:
+@dataclass(frozen=True)
+class OnChip:
+    """Launch options of the on-chip kernels; None leaves a pass to the other kernels.
+
+    Args:
+        forward: The forward pass.
+        input_gradient: The gradient of x.
+        weight_gradients: The gradients of both factors. Unless it is None, no intermediate is saved for them.
+    """
+
+    forward: ApplyOptions | None = None
+    input_gradient: ApplyOptions | None = None
+    weight_gradients: GradientOptions | None = None
+
+    def fitting(self, sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> OnChip | None:
+        """The options that fit, which were measured for similar sizes; None if no pass has any."""
+        forward, backward, gradients = self.forward, self.input_gradient, self.weight_gradients
+        kept = OnChip(
+            forward if forward and forward.fits(sizes, shared_limit) else None,
+            backward if backward and backward.fits(sizes.transposed, shared_limit) else None,
+            gradients if gradients and gradients.fits(sizes, shared_limit) else None,
+        )
+        return None if kept == OnChip() else kept
+
+
+def apply_candidates(sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> Iterator[ApplyOptions]:
     """Options that fit, those first that are likely to be fast: many tokens per program, then two buffers.
 
     Args:
         sizes: Sizes of the pair.
+        shared_limit: Shared memory of a program.
 
     Yields:
         The options; none where the pair is too large for the chip.
@@ -143,15 +169,16 @@ def apply_candidates(sizes: PairSizes) -> Iterator[ApplyOptions]:
     for tiles, buffers, prefetch in product((4, 2, 1), (2, 1), (True, False)):
         for group, warps, programs in product((least, 2 * least, 4 * least), (8, 16, 4), (1, 2, 3)):
             options = ApplyOptions(tiles, group, warps, programs, buffers, prefetch)
-            if options.fits(sizes):
+            if options.fits(sizes, shared_limit):
                 yield options
 
 
-def gradient_candidates(sizes: PairSizes) -> Iterator[GradientOptions]:
+def gradient_candidates(sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> Iterator[GradientOptions]:
     """Options that fit, those first that are likely to be fast: few programs, then many tokens at a time.
 
     Args:
         sizes: Sizes of the pair.
+        shared_limit: Shared memory of a program.
 
     Yields:
         The options; none where the pair is too large for the chip.
@@ -161,5 +188,5 @@ def gradient_candidates(sizes: PairSizes) -> Iterator[GradientOptions]:
         GradientOptions(min(c_group, sizes.c), min(b_group, sizes.b), tiles, warps)
         for c_group, b_group, tiles, warps in product(sides, sides, (4, 2, 1), (8, 16))
     )
-    fitting = dict.fromkeys(options for options in candidates if options.fits(sizes))
+    fitting = dict.fromkeys(options for options in candidates if options.fits(sizes, shared_limit))
     yield from sorted(fitting, key=lambda o: (o.rectangles(sizes), -o.tiles, o.warps))

@@ -49,7 +49,7 @@ class PairSizes:
 
 
 @lru_cache(maxsize=4096)
-def pair_sizes(strided: StridedChain) -> PairSizes | None:
+def on_chip_sizes(strided: StridedChain) -> PairSizes | None:
     """The sizes of a chain of two block-diagonal factors with a transposition of blocks between them.
 
     Args:
