@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types imports pytest test-slow test-gpu test-versions test-lowest test-newest docs compatibility notebooks site bench bench-gpu sanitize fuzz mutants dist clean
+.PHONY: demo test lint types imports pytest test-slow test-gpu test-versions test-lowest test-newest docs compatibility notebooks site bench bench-gpu trial-gpu sanitize fuzz mutants dist clean
 
 demo: $(READY)
 	$(BIN)/buttress demo
@@ -82,8 +82,17 @@ bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
 	$(BIN)/python benchmarks/gpt2.py
 
+# The on-chip kernels with many launch options, next to the Triton kernels, and the bandwidth between multiprocessors.
+trial-gpu: $(READY)
+	$(BIN)/python benchmarks/on_chip.py
+	$(BIN)/python benchmarks/cluster_bandwidth.py
+
 sanitize: $(READY)
 	compute-sanitizer --error-exitcode 1 $(BIN)/pytest -n 0 tests/ops/fused/test_kernels.py -k "any_number_of_tokens or piece_by_piece"
+	for tool in memcheck racecheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/pytest -n 0 tests/ops/fused/test_on_chip_gpu.py -k "any_number_of_tokens or 520" \
+			|| exit 1; \
+	done
 
 # Builds the wheel and the sdist, checks their metadata, and runs the demo from the wheel in an empty environment,
 # outside the checkout.

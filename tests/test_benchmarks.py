@@ -8,6 +8,7 @@ import torch
 
 import buttress as bt
 from buttress import ops
+from emulated_gpu import emulate
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -45,6 +46,45 @@ def test_versions_of_permute_and_bmm_equal_the_reference(permute_and_bmm, struct
         # The rows of the first factor may be in another order.
         torch.testing.assert_close(grads[1].sum(2), d_right.mT.sum(2))
         torch.testing.assert_close(grads[1].square().sum(2), d_right.mT.square().sum(2))
+
+
+@pytest.fixture(scope="module")
+def on_chip():
+    pytest.importorskip("triton")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import on_chip
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return on_chip
+
+
+def test_a_trial_of_the_on_chip_kernels_checks_and_times_every_pass(on_chip, monkeypatch, tmp_path):
+    emulate(monkeypatch, tmp_path)
+    command_line = ["--tokens=40", "--dtype=float16", "--candidates=1", "--seconds=0", "--device=cpu"]
+    trial = on_chip.Trial(bt.BTT(rank=2), 32, 48, on_chip.arguments().parse_args(command_line))
+    trial.run()
+    timed = [(row["pass"], row["kernels"]) for row in trial.rows]
+    assert timed == [
+        ("forward", "on chip"), ("input_gradient", "on chip"), ("weight_gradients", "on chip"),
+        ("forward", "triton"), ("input_gradient", "triton"), ("step", "triton"), ("step", "nn.Linear"),
+        ("step", "on chip"), ("step", "on chip but for the gradient of x"),
+    ]  # fmt: skip
+    assert all(float(row["error"]) < on_chip.LIMIT for row in trial.rows[:3])
+    assert "WRONG" not in trial.summary()
+    trial.rows[0]["error"] = "nan"
+    assert "WRONG: forward" in trial.summary()
+
+
+@pytest.mark.parametrize("cluster", [2, 8])
+def test_kernels_that_measure_clusters_compile(monkeypatch, cluster):
+    pytest.importorskip("cuda.core")
+    from buttress.ops.on_chip.compiling import machine_code
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from cluster_bandwidth import text
+
+    assert machine_code(text(cluster), "sm_90", cached=False).startswith(b"\x7fELF")
 
 
 @pytest.fixture(scope="module")

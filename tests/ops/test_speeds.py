@@ -14,8 +14,8 @@ import torch
 import buttress as bt
 from buttress import files
 from buttress.ops import speeds
-from buttress.ops.strides import strided_chain
 from buttress.ops.on_chip.options import ApplyOptions, GradientOptions, OnChip
+from buttress.ops.strides import strided_chain
 from buttress.ops.tuning import Backward, Forward, Tuning
 from speed_rows import GPU, row
 

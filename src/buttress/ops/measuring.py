@@ -199,13 +199,14 @@ def sample_linear(d_in: int, d_out: int, x: Tensor) -> tuple[Times, float]:
 
 
 @torch.enable_grad()
-def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
+def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor], *, on_chip: bool = True) -> Tuning:
     """The fastest of the candidate launch options of the kernels.
 
     Args:
         chain: A chain that the kernels support.
         x: The input.
         factors: The factors in order of application.
+        on_chip: Whether to compare the on-chip kernels, too.
 
     Returns:
         The launch options; for dtypes wider than 16 bits the defaults, without measuring.
@@ -232,8 +233,8 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor]) -> Tuning:
     fastest_forward = min(FORWARD_CANDIDATES, key=lambda f: milliseconds(forward, Tuning(f, base.backward)))
     fastest_backward = min(BACKWARD_CANDIDATES, key=lambda b: milliseconds(both, Tuning(fastest_forward, b)))
     tuning = Tuning(fastest_forward, fastest_backward)
-    on_chip = tune_on_chip(chain, x)
-    return min((tuning, *(replace(tuning, on_chip=o) for o in on_chip)), key=lambda t: milliseconds(both, t))
+    others = [replace(tuning, on_chip=options) for options in tune_on_chip(chain, x)] if on_chip else []
+    return min((tuning, *others), key=lambda t: milliseconds(both, t)) if others else tuning
 
 
 def tune_on_chip(chain: Chain, x: Tensor, candidates: int = ON_CHIP_CANDIDATES) -> list[OnChip]:

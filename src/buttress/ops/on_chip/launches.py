@@ -139,11 +139,20 @@ class Kernel:
                 f"{name} needs {shared_bytes:,} bytes of shared memory, which {device} refused: {status}"
             )
 
-    def launch(self, programs: int, threads: int, *arguments: Tensor | int | None) -> None:
-        """Launch the kernel on the current stream; a tensor stands for its address, None for a null pointer."""
+    def launch(self, programs: int, threads: int, *arguments: Tensor | int | None, cluster: int | None = None) -> None:
+        """Launch the kernel on the current stream.
+
+        Args:
+            programs: Number of programs, a multiple of `cluster`.
+            threads: Threads of a program.
+            arguments: A tensor stands for its address, None for a null pointer; numbers have eight bytes.
+            cluster: Programs in a cluster, if there are clusters.
+        """
         from cuda.core import LaunchConfig, launch
 
-        config = LaunchConfig(grid=programs, block=threads, shmem_size=self.shared_bytes)
+        config = LaunchConfig(
+            grid=programs // (cluster or 1), cluster=cluster, block=threads, shmem_size=self.shared_bytes
+        )
         values = [a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments]
         launch(_stream(torch.cuda.current_stream().cuda_stream), config, self.kernel, *values)
 

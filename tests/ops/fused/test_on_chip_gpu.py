@@ -1,0 +1,122 @@
+"""The on-chip kernels on a GPU: real sizes, graphs, streams, compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import buttress as bt
+from buttress import ops
+from buttress.ops import fused
+from buttress.ops.layouts import layouts_of
+from buttress.ops.on_chip import launches
+from buttress.ops.on_chip.options import OnChip, apply_candidates, gradient_candidates
+from buttress.ops.on_chip.sizes import on_chip_sizes
+from buttress.ops.tuning import Tuning
+from kernel_cases import check, relative
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _runs() -> None:
+    if not launches.can_launch(torch.bfloat16, torch.device("cuda", 0)):
+        pytest.skip("needs cuda.core and a GPU of compute capability 8.0")
+
+
+@contextmanager
+def on_chip(chain: bt.Chain) -> Iterator[None]:
+    """Use the on-chip kernels for every pass that fits, with the first options."""
+    strided = layouts_of(chain).strided
+    sizes = None if strided is None else on_chip_sizes(strided)
+    assert sizes is not None
+    limit = launches.shared_limit(torch.device("cuda", 0))
+    options = OnChip(
+        next(apply_candidates(sizes, limit), None),
+        next(apply_candidates(sizes.transposed, limit), None),
+        next(gradient_candidates(sizes, limit), None),
+    )
+    with fused.tuned(Tuning(on_chip=options)):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("sizes", [(1024, 1024), (768, 3072), (1280, 5120), (5120, 1280), (1000, 520)], ids=str)
+def test_real_sizes(sizes: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
+    structure = bt.BTT(rank=rank)
+    with on_chip(structure.chain(*sizes)):
+        check(structure, *sizes, 1000, dtype, scaled=sizes == (1000, 520))
+
+
+@pytest.mark.parametrize("tokens", [65, 127, 128, 4097, 32768])
+def test_any_number_of_tokens(tokens: int) -> None:
+    with on_chip(bt.BTT(rank=2).chain(1024, 1024)):
+        check(bt.BTT(rank=2), 1024, 1024, tokens, torch.bfloat16)
+
+
+def leaves_of(chain: bt.Chain, tokens: int) -> list[Tensor]:
+    """x and the factors."""
+    x = torch.randn(tokens, chain.d_in, device="cuda", dtype=torch.bfloat16)
+    factors = [torch.randn(f.shape, device="cuda", dtype=torch.bfloat16) * bt.init_std(f) for f in chain.factors]
+    return [t.requires_grad_() for t in (x, *factors)]
+
+
+def step(chain: bt.Chain, leaves: list[Tensor]) -> list[Tensor]:
+    """The result and all gradients."""
+    y = ops.apply(chain, leaves[0], leaves[1:], impl="triton")
+    return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+
+def test_the_same_every_time_and_from_a_graph() -> None:
+    chain = bt.BTT(rank=4).chain(1024, 1024)
+    leaves = leaves_of(chain, 5000)
+    with on_chip(chain):
+        first, second = step(chain, leaves), step(chain, leaves)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            captured = step(chain, leaves)
+        graph.replay()
+    for a, b, c in zip(first, second, captured, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_two_streams() -> None:
+    chain = bt.BTT(rank=4).chain(1024, 1024)
+    inputs = [leaves_of(chain, 3000) for _ in range(2)]
+    with on_chip(chain):
+        expected = [step(chain, leaves) for leaves in inputs]
+        torch.cuda.synchronize()
+        streams, results = [torch.cuda.Stream() for _ in inputs], []
+        for _ in range(5):
+            for stream, leaves in zip(streams, inputs, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append(step(chain, leaves))
+        torch.cuda.synchronize()
+    for i, result in enumerate(results):
+        for a, b in zip(result, expected[i % 2], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_compiled_with_any_number_of_tokens() -> None:
+    layer = bt.StructuredLinear(1024, 1024, bt.BTT(rank=2), device="cuda", dtype=torch.bfloat16)
+    factors = layer.stored_factors()
+    calls = []
+
+    def f(x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return ops.apply(layer.chain, x, factors, impl="triton")
+
+    with on_chip(layer.chain):
+        compiled = torch.compile(f, fullgraph=True, dynamic=True)
+        for tokens in (128, 500, 4096):
+            x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            exact = ops.apply(layer.chain, x.double(), [w.double() for w in factors], impl="reference")
+            assert relative(compiled(x), exact) < 1e-2
+    assert len(calls) == 1, "compiled once"
