@@ -10,6 +10,7 @@ AREAS = (
     "core",
     "ops",
     "kernels",
+    "on_chip",
     "optim",
     "nn",
     "surgery",

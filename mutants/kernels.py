@@ -144,10 +144,10 @@ MUTATIONS = (
         KERNELS,
     ),
     Mutation(
-        "gradients of the scales in order of computation",
+        "gradients of factors in order of computation",
         "ops/fused/passes.py",
-        "dws[::-1], dss[::-1], db)",
-        "dws[::-1], dss, db)",
+        "return _chain_gradients(dx, gradients[::-1])",
+        "return _chain_gradients(dx, gradients)",
         KERNELS,
     ),
     Mutation(

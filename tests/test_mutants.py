@@ -57,6 +57,8 @@ class TestTheList:
     def test_mistakes_can_be_compiled(self) -> None:
         for m in by_name().values():
             path = ROOT / "src/buttress" / m.file
+            if path.suffix != ".py":
+                continue  # the tests compile it
             compile(m.applied(path.read_text(encoding="utf-8")), str(path), "exec")
 
 
