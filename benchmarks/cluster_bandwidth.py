@@ -19,7 +19,7 @@ from buttress.ops.measuring import graph_sample_ms
 from buttress.ops.on_chip.compiling import machine_code
 from buttress.ops.on_chip.launches import Kernel
 
-TILE_BYTES, THREADS, ROUNDS = 128 << 10, 512, 64
+TILE_BYTES, THREADS, ROUNDS, L2_TILES = 128 << 10, 512, 64, 192
 SOURCE = """
 constexpr int UNITS = TILE_BYTES / 16;
 
@@ -83,18 +83,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/h200"))
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     rows = []
     for cluster in (2, 4, 8):
-        count = programs // cluster * cluster
-        out = torch.empty(count * THREADS * 4, dtype=torch.int32, device=device)
         kernel = Kernel(machine_code(text(cluster), "sm_90"), "read_neighbors", TILE_BYTES, device)
+        # As many clusters as run at a time: multiprocessors come in groups whose sizes need not be multiples of theirs.
+        config = kernel.config(programs // cluster * cluster, THREADS, cluster)
+        count = cluster * kernel.kernel.occupancy.max_active_clusters(config)
+        out = torch.empty(count * THREADS * 4, dtype=torch.int32, device=device)
         ms = graph_sample_ms(lambda: kernel.launch(count, THREADS, out, cluster=cluster), device).ms  # noqa: B023
         rows.append({"reads": f"neighbors in clusters of {cluster}", "programs": count, "ms": round(ms, 4)})
-    source = torch.zeros(64 * TILE_BYTES, dtype=torch.uint8, device=device)  # 8 MiB
+    source = torch.zeros(L2_TILES * TILE_BYTES, dtype=torch.uint8, device=device)
     out = torch.empty(programs * THREADS * 4, dtype=torch.int32, device=device)
     kernel = Kernel(machine_code(text(2), "sm_90"), "read_l2", 0, device)
-    ms = graph_sample_ms(lambda: kernel.launch(programs, THREADS, source, out, 64), device).ms
+    ms = graph_sample_ms(lambda: kernel.launch(programs, THREADS, source, out, L2_TILES), device).ms
     rows.append({"reads": "L2 cache", "programs": programs, "ms": round(ms, 4)})
     for row in rows:
         row["TB/s"] = round(float(row["programs"]) * ROUNDS * TILE_BYTES / float(row["ms"]) / 1e9, 2)

@@ -40,6 +40,20 @@ MUTATIONS = (
         KERNELS,
     ),
     Mutation(
+        "tokens behind the last are read",
+        "ops/on_chip/apply.cu",
+        "token < n_tokens ? end : 0",
+        "end",
+        KERNELS,
+    ),
+    Mutation(
+        "z stored in another order than the weights",
+        "ops/on_chip/apply.cu",
+        "(chunk * CHUNK2 + lane % 4 * LANE2 + number) ^ z_shift(b)",
+        "chunk * CHUNK2 + lane % 4 * LANE2 + number",
+        KERNELS,
+    ),
+    Mutation(
         "tokens behind the last are written",
         "ops/on_chip/apply.cu",
         "if (first_m + m >= M_TILES || token >= n_tokens) continue;",
@@ -84,7 +98,7 @@ MUTATIONS = (
     Mutation(
         "all lanes of the first factor write to one place",
         "ops/on_chip/gradients.cu",
-        "sums1 + static_cast<long long>(lane_of_tokens) * (C * B * S * D)",
+        "sums1 + lane * (C * B * S * D)",
         "sums1",
         KERNELS,
     ),
@@ -120,7 +134,7 @@ MUTATIONS = (
     Mutation(
         "z saved although it stays on the chip",
         "ops/fused/autograd.py",
-        "learns and not recompute and not on_chip",
+        "learns and not recompute and not kept_on_chip()",
         "learns and not recompute",
         PASSES,
     ),
@@ -139,17 +153,24 @@ MUTATIONS = (
         PASSES,
     ),
     Mutation(
+        "options adopted although they give wrong numbers",
+        "ops/measuring.py",
+        "            if wrong:",
+        "            if False:",
+        ("tests/ops/test_measuring.py",),
+    ),
+    Mutation(
         "shared memory of other GPUs taken for an H200's",
         "ops/on_chip/options.py",
-        "self.programs * self.shared_bytes(sizes) <= shared_limit",
-        "self.programs * self.shared_bytes(sizes) <= MAX_SHARED_BYTES",
+        "_can_share(self.programs, self.shared_bytes(sizes), shared_limit)",
+        "_can_share(self.programs, self.shared_bytes(sizes), MAX_SHARED_BYTES)",
         OPTIONS,
     ),
     Mutation(
         "compiled code of one architecture used for another",
         "ops/on_chip/compiling.py",
-        'f"{architecture} {version}\\n{text}"',
-        'f"{version}\\n{text}"',
+        'f"{architecture} {_compiler()} {STANDARD}\\n{text}"',
+        'f"{_compiler()} {STANDARD}\\n{text}"',
         COMPILING,
     ),
     Mutation(

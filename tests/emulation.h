@@ -9,8 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <random>
 #include <vector>
 
 #define __global__
@@ -30,23 +28,30 @@ struct Fiber {
   std::vector<char> stack;
   bool finished = false;
   const char* waits_for = nullptr;  // the instruction that this thread waits for, or null
+  const void* site = nullptr;       // where in the program that is
   void* operands = nullptr;
 };
 static ucontext_t scheduler;
 static std::vector<Fiber> fibers;
 static int current;
 static uint4* shared;
-static std::function<void()> body;
+// The kernel with its arguments: a function that takes the place where they are stored.
+static void (*body)(const void*);
+static const void* body_arguments;
 
 [[noreturn]] inline void fail(const char* why) { std::fprintf(stderr, "emulation: %s\n", why); std::abort(); }
 
 // Wait until every thread of the warp (or program) is at the same instruction.
-inline void wait(const char* instruction, void* operands) {
+inline void wait(const char* instruction, void* operands, const void* site = nullptr) {
   const int self = current;
-  fibers[self].waits_for = instruction, fibers[self].operands = operands;
+  fibers[self].waits_for = instruction, fibers[self].operands = operands, fibers[self].site = site;
   swapcontext(&fibers[self].context, &scheduler);
 }
-inline void start() { body(); fibers[current].finished = true; swapcontext(&fibers[current].context, &scheduler); }
+inline void start() {
+  body(body_arguments);
+  fibers[current].finished = true;
+  swapcontext(&fibers[current].context, &scheduler);
+}
 inline void resume(int thread) {
   current = thread, threadIdx.x = thread;
   swapcontext(&scheduler, &fibers[thread].context);
@@ -88,22 +93,26 @@ inline void execute_matrices(Fiber* lanes) {
       results[lane][matrix] = t ? m[j][i] | m[j + 1][i] << 16 : m[i][j] | m[i][j + 1] << 16;
     }
   }
-  for (int lane = 0; lane < 32; lane++) std::memcpy(static_cast<Matrices*>(lanes[lane].operands)->registers, results[lane], 16);
+  for (int lane = 0; lane < 32; lane++)
+    std::memcpy(static_cast<Matrices*>(lanes[lane].operands)->registers, results[lane], 16);
 }
 
 static const char *const MMA = "mma", *const MATRICES = "ldmatrix", *const BARRIER_NAME = "barrier";
 
-// Run lanes of a warp until all of them wait or have finished; execute what they wait for, unless it is a barrier.
-inline bool advance(int warp) {
+// Run lanes of a warp, in any order, until all of them wait or have finished. Execute what they wait for, unless it is
+// a barrier.
+inline bool advance(int warp, unsigned order) {
   Fiber* lanes = &fibers[warp * 32];
   int finished = 0;
-  for (int lane = 0; lane < 32; lane++) {
+  for (int i = 0; i < 32; i++) {
+    const int lane = (i * (2 * (order >> 5) + 1) + order) % 32;
     if (!lanes[lane].finished && !lanes[lane].waits_for) resume(warp * 32 + lane);
     finished += lanes[lane].finished;
   }
   if (finished == 32) return false;
   for (int lane = 1; lane < 32; lane++)
-    if (finished || lanes[lane].waits_for != lanes[0].waits_for) fail("lanes of a warp wait for different instructions");
+    if (finished || lanes[lane].waits_for != lanes[0].waits_for || lanes[lane].site != lanes[0].site)
+      fail("lanes of a warp wait for different instructions");
   if (lanes[0].waits_for == BARRIER_NAME) return false;
   if (lanes[0].waits_for == MMA) execute_mma(lanes);
   else execute_matrices(lanes);
@@ -111,11 +120,19 @@ inline bool advance(int warp) {
   return true;
 }
 
-inline void launch(int programs, int threads, size_t shared_bytes, unsigned seed, std::function<void()> kernel) {
-  std::mt19937 random(seed);
+// Steps of a linear congruential generator; the upper bits of its state are the random number.
+struct Random {
+  uint64_t state;
+  unsigned operator()() { return (state = state * 6364136223846793005u + 1442695040888963407u) >> 33; }
+};
+
+template <class Kernel>
+void launch(int programs, int threads, size_t shared_bytes, unsigned seed, const Kernel& kernel) {
+  Random random{seed};
   const size_t guard = 64;
   std::vector<uint4> memory((shared_bytes + guard) / 16 + 1);
-  shared = memory.data(), body = kernel;
+  shared = memory.data();
+  body = [](const void* arguments) { (*static_cast<const Kernel*>(arguments))(); }, body_arguments = &kernel;
   blockDim.x = threads, gridDim.x = programs;
   for (int program = 0; program < programs; program++) {
     std::memset(shared, 0xff, shared_bytes + guard);
@@ -135,7 +152,7 @@ inline void launch(int programs, int threads, size_t shared_bytes, unsigned seed
       while (!running.empty()) {
         const size_t i = random() % running.size();
         bool more = true;
-        for (unsigned steps = 1 + random() % 64; more && steps; steps--) more = advance(running[i]);
+        for (unsigned steps = 1 + random() % 64; more && steps; steps--) more = advance(running[i], random() % 1024);
         if (!more) running.erase(running.begin() + i);
       }
       int finished = 0;
@@ -151,18 +168,20 @@ inline void launch(int programs, int threads, size_t shared_bytes, unsigned seed
 
 #define DYNAMIC_SHARED(name) uint4* const name = emulation::shared
 #define BARRIER() emulation::wait(emulation::BARRIER_NAME, nullptr)
+// Functions of their own, so that the place from which they are called is known.
+#define INSTRUCTION static __attribute__((noinline)) void
 
-inline void mma(float* acc, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+INSTRUCTION mma(float* acc, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   emulation::Mma operands{acc, {a0, a1, a2, a3}, {b0, b1}};
-  emulation::wait(emulation::MMA, &operands);
+  emulation::wait(emulation::MMA, &operands, __builtin_return_address(0));
 }
-inline void load_matrices(unsigned* registers, const uint16_t* row) {
+INSTRUCTION load_matrices(unsigned* registers, const uint16_t* row) {
   emulation::Matrices operands{registers, row, false};
-  emulation::wait(emulation::MATRICES, &operands);
+  emulation::wait(emulation::MATRICES, &operands, __builtin_return_address(0));
 }
-inline void load_transposed_matrices(unsigned* registers, const uint16_t* row) {
+INSTRUCTION load_transposed_matrices(unsigned* registers, const uint16_t* row) {
   emulation::Matrices operands{registers, row, true};
-  emulation::wait(emulation::MATRICES, &operands);
+  emulation::wait(emulation::MATRICES, &operands, __builtin_return_address(0));
 }
 
 inline float emulation::number(unsigned bits) {

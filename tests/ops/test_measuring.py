@@ -18,8 +18,8 @@ from buttress import ops
 from buttress.ops import measuring, speeds
 from buttress.ops.fused import availability
 from buttress.ops.layouts import layouts_of
-from buttress.ops.on_chip.options import apply_candidates, gradient_candidates
-from buttress.ops.on_chip.sizes import on_chip_sizes
+from buttress.ops.on_chip.options import ApplyOptions, apply_candidates, gradient_candidates
+from buttress.ops.on_chip.sizes import PairSizes, on_chip_sizes
 from buttress.ops.speeds import Row, Times
 from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES
 from emulated_gpu import emulate
@@ -192,26 +192,65 @@ def test_on_a_gpu_a_layer_is_measured_at_its_first_use(tmp_path: Path, monkeypat
     assert set(rows[-1].times) == {"bmm", "triton"}
 
 
-def test_options_of_the_on_chip_kernels_are_the_fastest_that_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    """Emulated kernels, of which every second one is faster: the times that were measured."""
     emulate(monkeypatch, tmp_path)
-    timed: list[float] = []
+    times: list[float] = []
 
     def sample(function: Any, device: torch.device, seconds: float) -> measuring.Sample:
-        function()
-        timed.append(3.0 - len(timed) % 2)
-        return measuring.Sample(timed[-1], 0.0)
+        times.append(3.0 - len(times) % 2)
+        return measuring.Sample(times[-1], 0.0)
 
     monkeypatch.setattr(measuring, "graph_sample_ms", sample)
+    return times
+
+
+def test_options_of_the_on_chip_kernels_are_the_fastest_that_fit(timed: list[float]) -> None:
     chain = bt.BTT(rank=2).chain(32, 48)
     sizes = on_chip_sizes(layouts_of(chain).strided)
-    both, without_dx = measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=2)
+    options = measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=2)
     assert timed == [3.0, 2.0] * 3, "two options for each of three passes, of which the second is the faster one"
-    assert both.forward == list(islice(apply_candidates(sizes), 2))[1]
-    assert both.input_gradient == list(islice(apply_candidates(sizes.transposed), 2))[1]
-    assert both.weight_gradients == list(islice(gradient_candidates(sizes), 2))[1]
-    assert without_dx == replace(both, input_gradient=None)
+    best = options[0]
+    assert best.forward == list(islice(apply_candidates(sizes), 2))[1]
+    assert best.input_gradient == list(islice(apply_candidates(sizes.transposed), 2))[1]
+    assert best.weight_gradients == list(islice(gradient_candidates(sizes), 2))[1]
+    assert options == [
+        best,
+        replace(best, input_gradient=None),
+        replace(best, forward=None),
+        replace(best, forward=None, input_gradient=None),
+    ]
+
+
+def test_options_that_are_wrong_on_this_gpu_are_not_used(
+    timed: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = bt.BTT(rank=2).chain(32, 48)
+    apply = measuring.on_chip_launches.apply
+    wrong = list(islice(apply_candidates(on_chip_sizes(layouts_of(chain).strided)), 2))[1]
+
+    def broken(sizes: PairSizes, options: ApplyOptions, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = apply(sizes, options, *args, **kwargs)
+        return y + 1 if options == wrong and not kwargs else y
+
+    monkeypatch.setattr(measuring.on_chip_launches, "apply", broken)
+    best, *_ = measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=2)
+    assert best.forward == next(apply_candidates(on_chip_sizes(layouts_of(chain).strided)))
+    assert "wrong numbers" in caplog.text
+
+
+def test_options_that_the_gpu_refuses_are_not_used(
+    timed: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise bt.ButtressError("cuda:0 does not load this")
+
+    monkeypatch.setattr(measuring.on_chip_launches, "apply", refused)
+    (options,) = measuring.tune_on_chip(bt.BTT(rank=2).chain(32, 48), torch.randn(20, 32).half(), candidates=2)
+    assert options.forward is None
+    assert options.weight_gradients is not None
+    assert "does not load this" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 from math import log2
 from statistics import median, quantiles
 from typing import NamedTuple, TypeVar
@@ -19,6 +20,7 @@ from buttress import ops
 from buttress.core.chain import Chain
 from buttress.core.chain_sum import AnyChain
 from buttress.core.scaling import init_std
+from buttress.errors import ButtressError
 from buttress.ops.fused import availability, tuned
 from buttress.ops.fused.checks import DTYPES
 from buttress.ops.fused.launches import OversizeKernelError
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 TIMING_SECONDS, TUNING_SECONDS = 0.08, 0.03
 """Seconds of repetitions for a time that is stored, and for one that only compares launch options."""
+TOLERANCE = 2e-2
+"""Largest relative distance of the on-chip kernels from torch.bmm, which rounds to 16 bits as well."""
 ON_CHIP_CANDIDATES = 4
 """Launch options of the on-chip kernels that are compared for each pass when a GPU is measured."""
 FLUSH_BYTES = 1 << 28
@@ -246,8 +250,8 @@ def tune_on_chip(chain: Chain, x: Tensor, candidates: int = ON_CHIP_CANDIDATES) 
         candidates: How many options to compare for each pass. Each of them is compiled, which takes seconds.
 
     Returns:
-        Options with which the gradient of x is computed by the on-chip kernels and by the others, as far as they fit;
-        empty where the on-chip kernels cannot run or do not support the chain.
+        Options of the gradients of the weights, with and without the other two passes; options that give wrong numbers
+        or fail are left out, with a warning. Empty where the on-chip kernels cannot run or do not support the chain.
     """
     strided = layouts_of(chain).strided
     sizes = None if strided is None else on_chip_sizes(strided)
@@ -258,22 +262,55 @@ def tune_on_chip(chain: Chain, x: Tensor, candidates: int = ON_CHIP_CANDIDATES) 
         torch.randn(shape, device=x.device, dtype=x.dtype)
         for shape in ((x.shape[0], chain.d_out), *(f.shape for f in chain.factors))
     )
+    leaves = [t.detach().requires_grad_() for t in (x, *weights)]
+    y = ops.apply(chain, leaves[0], leaves[1:], impl="bmm")
+    exact_dx, *exact_dws = torch.autograd.grad(y, leaves, dy)
 
-    def fastest(options: Iterable[Options], run: Callable[[Options], object]) -> Options | None:
-        compared = islice(options, candidates)
-        return min(compared, key=lambda o: graph_sample_ms(lambda: run(o), x.device, TUNING_SECONDS).ms, default=None)
+    def fastest(
+        options: Iterable[Options], run: Callable[[Options], Sequence[Tensor]], exact: Sequence[Tensor]
+    ) -> Options | None:
+        best, least = None, float("inf")
+        for option in islice(options, candidates):
+            try:
+                wrong = any(not _relative(t, e) < TOLERANCE for t, e in zip(run(option), exact, strict=True))
+                ms = graph_sample_ms(partial(run, option), x.device, TUNING_SECONDS).ms
+            except ButtressError as error:
+                log.warning("launch options of the on-chip kernels are not used: %s", error)
+                continue
+            if wrong:
+                log.warning("launch options that give wrong numbers on this GPU are not used: %s", option)
+            elif ms < least:
+                best, least = option, ms
+        return best
 
-    forward = fastest(apply_candidates(sizes, limit), lambda o: on_chip_launches.apply(sizes, o, x, weights, (), None))
+    forward = fastest(
+        apply_candidates(sizes, limit),
+        lambda o: [on_chip_launches.apply(sizes, o, x, weights, (), None)],
+        [y.detach()],
+    )
     input_gradient = fastest(
         apply_candidates(sizes.transposed, limit),
-        lambda o: on_chip_launches.apply(sizes.transposed, o, dy, weights[::-1], (), None, transposed=True),
+        lambda o: [on_chip_launches.apply(sizes.transposed, o, dy, weights[::-1], (), None, transposed=True)],
+        [exact_dx],
     )
     gradients = fastest(
         gradient_candidates(sizes, limit),
-        lambda o: on_chip_launches.weight_gradients(sizes, o, x, dy, weights, (), biased=False),
+        lambda o: [
+            sums.sum(0)
+            for sums in on_chip_launches.weight_gradients(sizes, o, x, dy, weights, (), biased=False)
+            if sums is not None
+        ],
+        exact_dws,
     )
-    combinations = (OnChip(forward, other, gradients) for other in (input_gradient, None))
-    return list(dict.fromkeys(options for options in combinations if options.weight_gradients is not None))
+    if gradients is None:
+        return []
+    pairs = product((forward, None), (input_gradient, None))
+    return list(dict.fromkeys(OnChip(first, second, gradients) for first, second in pairs))
+
+
+def _relative(result: Tensor, exact: Tensor) -> float:
+    """Relative error; NaN if anything is."""
+    return float((result.float() - exact.float()).norm() / exact.float().norm())
 
 
 used_layers: set[tuple[Signature, str, int, int]] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -75,7 +76,7 @@ def step(chain: bt.Chain, leaves: list[Tensor]) -> list[Tensor]:
 def test_the_same_every_time_and_from_a_graph() -> None:
     chain = bt.BTT(rank=4).chain(1024, 1024)
     leaves = leaves_of(chain, 5000)
-    with on_chip(chain):
+    with on_chip(chain), torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
         first, second = step(chain, leaves), step(chain, leaves)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -102,6 +103,16 @@ def test_two_streams() -> None:
     for i, result in enumerate(results):
         for a, b in zip(result, expected[i % 2], strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_thread_that_has_run_nothing_yet() -> None:
+    chain = bt.BTT(rank=4).chain(1024, 1024)
+    leaves = leaves_of(chain, 300)
+    with on_chip(chain), torch.no_grad():
+        expected = ops.apply(chain, leaves[0], leaves[1:], impl="triton")
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(lambda: ops.apply(chain, leaves[0].detach(), leaves[1:], impl="triton")).result()
+    assert torch.equal(result, expected)
 
 
 def test_compiled_with_any_number_of_tokens() -> None:

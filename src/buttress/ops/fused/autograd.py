@@ -14,7 +14,8 @@ Both entry points, the `torch.autograd.Function` below and the operators of `ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +48,9 @@ class Saved(NamedTuple):
     scales: Tensors
 
 
-def saves_intermediates(*, learns: bool, recompute: bool, on_chip: bool) -> bool:
+def saves_intermediates(*, learns: bool, recompute: bool, kept_on_chip: Callable[[], bool]) -> bool:
     """Whether the forward pass saves the intermediates for the backward pass."""
-    return learns and not recompute and not on_chip
+    return learns and not recompute and not kept_on_chip()
 
 
 def save(
@@ -148,8 +149,8 @@ class FusedFunction(torch.autograd.Function):
     ) -> Tensor:
         count = len(strided.factors)
         learns = any(ctx.needs_input_grad[4:])
-        on_chip = keeps_intermediates_on_chip(strided, x.dtype, x.device)
-        saves = saves_intermediates(learns=learns, recompute=recompute, on_chip=on_chip)
+        kept_on_chip = partial(keeps_intermediates_on_chip, strided, x.dtype, x.device)
+        saves = saves_intermediates(learns=learns, recompute=recompute, kept_on_chip=kept_on_chip)
         y, z = forward(strided, x, parameters[:count], parameters[count:], bias, save=saves)
         save(ctx, strided, learns, x, bias, z, parameters, needs_x=ctx.needs_input_grad[2])
         return y

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ def apply_operator(
     """Apply a chain through the registered operator."""
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, *scales))
     numbers = strided.to_ints()
-    on_chip = _keeps_intermediates_on_chip(tuple(numbers), x.dtype, x.device)
-    saves = autograd.saves_intermediates(learns=learns, recompute=recompute, on_chip=on_chip)
+    kept_on_chip = partial(_keeps_intermediates_on_chip, tuple(numbers), x.dtype, x.device)
+    saves = autograd.saves_intermediates(learns=learns, recompute=recompute, kept_on_chip=kept_on_chip)
     outputs: tuple[Tensor, Tensor] = torch.ops.buttress.chain(x, weights, scales, bias, numbers, learns, saves)
     return outputs[0]
 

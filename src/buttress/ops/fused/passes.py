@@ -58,11 +58,10 @@ def forward(
     if not save and x.shape[0] <= MAX_DECODE_TOKENS and is_decodable(strided):
         launch_decode(strided, x, weights, scales, bias, y)
         return y, None
-    aligned = are_aligned(x, *weights, *scales, bias)
-    if not save and tuning.on_chip is not None and tuning.on_chip.forward is not None and aligned:
+    if not save and tuning.on_chip is not None and tuning.on_chip.forward is not None and are_aligned(x):
         return on_chip_passes.forward(strided, x, weights, scales, bias, tuning.on_chip.forward), None
     # The number of programs that the GPU holds at once is computed for aligned tensors.
-    if tuning.forward.fuse and is_pair(strided) and aligned:
+    if tuning.forward.fuse and is_pair(strided) and are_aligned(x, *weights, *scales, bias):
         written, z = launch_pair(strided, x, weights, scales, bias, y, tuning.forward, save=save)
         if written:
             return y, z
@@ -125,7 +124,7 @@ def backward(
         weight_gradients, scale_gradients = ([torch.zeros_like(t) for t in tensors] for tensors in (weights, scales))
         return ChainGradients(torch.empty_like(x), weight_gradients, scale_gradients, db)
     on_chip = None if tuning.on_chip is None else tuning.on_chip.weight_gradients
-    if z is None and on_chip is not None and are_aligned(x, dy, *weights, *scales):
+    if z is None and on_chip is not None and are_aligned(x, dy):
         gradients = on_chip_passes.weight_gradients(strided, dy, x, weights, scales, on_chip, biased=biased)
         return _chain_gradients(backward_input(strided, dy, x, weights, scales, tuning), gradients)
     if z is None:
@@ -157,7 +156,7 @@ def backward_input(
     Only an activation needs x itself.
     """
     on_chip = None if tuning.on_chip is None else tuning.on_chip.input_gradient
-    if on_chip is not None and dy.shape[0] and are_aligned(dy, *weights, *scales):
+    if on_chip is not None and dy.shape[0] and are_aligned(dy):
         return on_chip_passes.input_gradient(strided, dy, weights, scales, on_chip)
     dx = dy.new_empty(dy.shape[0], strided.d_in)
     if dy.shape[0]:

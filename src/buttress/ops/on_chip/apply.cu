@@ -10,11 +10,13 @@
 // buffers, so that one barrier per group is enough.
 //
 // The order of k inside a product does not matter, if it is the same for both operands. Lane (g, q) holds the numbers
-// k = q * LANE, ..., q * LANE + LANE - 1 of a chunk, so x and z are read as they lie in memory. `pack` stores the weights
-// in the order in which lanes need them, padded with zeros, and permutes the outputs so that a lane's are consecutive.
+// k = q * LANE, ..., q * LANE + LANE - 1 of a chunk, so x and z are read as they lie in memory. `arrange_weights`
+// stores the weights in the order in which lanes need them, padded with zeros, and permutes the outputs so that those
+// of a lane are consecutive.
 
 constexpr int K2 = C * S;
 constexpr __host__ __device__ int lane_numbers(int k) { return ceil_div(k, 16) % 2 ? 4 : 8; }
+// Numbers of a lane, numbers of a chunk (four lanes) and chunks of the inner dimension, for each factor.
 constexpr int LANE1 = lane_numbers(D), CHUNK1 = 4 * LANE1, CHUNKS1 = ceil_div(D, CHUNK1);
 constexpr int LANE2 = lane_numbers(K2), CHUNK2 = 4 * LANE2, CHUNKS2 = ceil_div(K2, CHUNK2);
 constexpr int TOKENS = 16 * M_TILES;
@@ -32,13 +34,19 @@ static_assert(SHARED_BYTES == 16 * BUFFERS * Z_UNITS, "the host allocates what t
 // The n-tiles of a block's outputs are taken four at a time.
 constexpr __host__ __device__ int tiles_together(int first) { return OUT_TILES - first < 4 ? OUT_TILES - first : 4; }
 
-// Numbers of the packed weights of both factors, the first before the second.
-constexpr int PACKED1 = GROUPS * C * COLUMN_TILES * CHUNKS1 * 32 * LANE1, PACKED2 = B * OUT_TILES * CHUNKS2 * 32 * LANE2;
-static_assert(PACKED_NUMBERS == PACKED1 + PACKED2, "the host allocates what the kernel uses");
+// Numbers of the arranged weights of both factors, the first before the second.
+constexpr int ARRANGED1 = GROUPS * C * COLUMN_TILES * CHUNKS1 * 32 * LANE1;
+constexpr int ARRANGED2 = B * OUT_TILES * CHUNKS2 * 32 * LANE2;
+static_assert(ARRANGED_NUMBERS == ARRANGED1 + ARRANGED2, "the host allocates what the kernel uses");
 
-extern "C" __global__ void pack(const u16* __restrict__ first, const u16* __restrict__ second, u16* __restrict__ packed) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < PACKED1 + PACKED2; i += gridDim.x * blockDim.x) {
-    if (i < PACKED1) {
+// z[b][k] is stored at k ^ z_shift(b), so that lanes that write the same k of neighboring blocks use different banks.
+__device__ __forceinline__ int z_shift(int b) { return 2 * (b * S / 2 & 3); }
+
+extern "C" __global__ void arrange_weights(const u16* __restrict__ first, const u16* __restrict__ second,
+                                           u16* __restrict__ arranged) {
+  const int threads = gridDim.x * blockDim.x;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < ARRANGED1 + ARRANGED2; i += threads) {
+    if (i < ARRANGED1) {
       int rest = i;
       const int number = rest % LANE1; rest /= LANE1;
       const int lane = rest % 32; rest /= 32;
@@ -49,38 +57,43 @@ extern "C" __global__ void pack(const u16* __restrict__ first, const u16* __rest
       const int k = chunk * CHUNK1 + lane % 4 * LANE1 + number;
       const bool inside = b < B && k < D;
       const int at = TRANSPOSED ? (c * D + k) * (B * S) + b * S + s : (c * (B * S) + b * S + s) * D + k;
-      packed[i] = inside ? first[at] : 0;
+      arranged[i] = inside ? first[at] : 0;
     } else {
-      int rest = i - PACKED1;
+      int rest = i - ARRANGED1;
       const int number = rest % LANE2; rest /= LANE2;
       const int lane = rest % 32; rest /= 32;
       const int chunk = rest % CHUNKS2; rest /= CHUNKS2;
       const int tile = rest % OUT_TILES, b = rest / OUT_TILES;
+      // Column n of tile `tile` is the output a that makes the outputs of lane q, columns 2 q and 2 q + 1 of up to four
+      // tiles, consecutive: a = 8 start + q * (2 * together) + 2 * (tile - start) + n % 2, where q = n / 2.
       const int start = tile / 4 * 4, together = tiles_together(start), n = lane / 4;
       const int a = start * 8 + n / 2 * 2 * together + 2 * (tile - start) + n % 2;
-      const int k = chunk * CHUNK2 + lane % 4 * LANE2 + number;
+      const int k = (chunk * CHUNK2 + lane % 4 * LANE2 + number) ^ z_shift(b);
       const bool inside = a < A && k < K2;
       const int at = TRANSPOSED ? (b * K2 + k) * A + a : (b * A + a) * K2 + k;
-      packed[i] = inside ? second[at] : 0;
+      arranged[i] = inside ? second[at] : 0;
     }
   }
 }
 
 // acc [16, 8] += a [16, chunk] w [chunk, 8]; `upper` and `lower` are rows g and g + 8 of a.
 template <int N>
-__device__ __forceinline__ void multiply(float* acc, const Numbers<N>& upper, const Numbers<N>& lower, const Numbers<N>& w) {
+__device__ __forceinline__ void multiply(float* acc, const Numbers<N>& upper, const Numbers<N>& lower,
+                                         const Numbers<N>& w) {
 #pragma unroll
   for (int h = 0; h < N / 2; h += 2)
     mma(acc, upper.pair[h], lower.pair[h], upper.pair[h + 1], lower.pair[h + 1], w.pair[h], w.pair[h + 1]);
 }
 
-// The unit of z that holds column 8 * unit of a token. Permuting the units of a row avoids bank conflicts.
-__device__ __forceinline__ int z_unit(int block, int token, int unit) {
-  return (block * TOKENS + token) * ROW_UNITS + (unit ^ ((token & 1) << 2 | (token >> 1 & 3)));
+// Where number k of a token is stored, in the part of z that belongs to one block. Permuting the units of eight numbers
+// by the token lets eight tokens be read from different banks.
+__device__ __forceinline__ int z_place(int block, int token, int k) {
+  const int unit = k / 8 ^ ((token & 1) << 2 | (token >> 1 & 3));
+  return ((block * TOKENS + token) * ROW_UNITS + unit) * 8 + k % 8;
 }
 
 template <int TOGETHER>
-__device__ __forceinline__ void outputs(const u16* z, const u16* __restrict__ packed2, const u16* __restrict__ bias,
+__device__ __forceinline__ void outputs(const u16* z, const u16* __restrict__ arranged2, const u16* __restrict__ bias,
                                         u16* __restrict__ y, float scale, long long first_token, long long n_tokens,
                                         int block, int b, int first_tile, int first_m) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -90,13 +103,14 @@ __device__ __forceinline__ void outputs(const u16* z, const u16* __restrict__ pa
     Numbers<LANE2> w[TOGETHER];
 #pragma unroll
     for (int tile = 0; tile < TOGETHER; tile++)
-      w[tile] = load_columns<LANE2, 8>(packed2, (((b * OUT_TILES + first_tile + tile) * CHUNKS2 + chunk) * 32 + lane) * LANE2, 0x7fffffff);
+      w[tile] = load_columns<LANE2, 8>(
+          arranged2, (((b * OUT_TILES + first_tile + tile) * CHUNKS2 + chunk) * 32 + lane) * LANE2, NO_END);
 #pragma unroll
     for (int m = 0; m < OWN_TILES; m++) {
       if (first_m + m >= M_TILES) continue;
       const int token = (first_m + m) * 16 + g, k = chunk * CHUNK2 + q * LANE2;
-      const Numbers<LANE2> upper = load_columns<LANE2, 8>(z, z_unit(block, token, k / 8) * 8 + k % 8, 0x7fffffff);
-      const Numbers<LANE2> lower = load_columns<LANE2, 8>(z, z_unit(block, token + 8, k / 8) * 8 + k % 8, 0x7fffffff);
+      const Numbers<LANE2> upper = load_columns<LANE2, 8>(z, z_place(block, token, k), NO_END);
+      const Numbers<LANE2> lower = load_columns<LANE2, 8>(z, z_place(block, token + 8, k), NO_END);
 #pragma unroll
       for (int tile = 0; tile < TOGETHER; tile++) multiply(acc[m][tile], upper, lower, w[tile]);
     }
@@ -124,8 +138,8 @@ __device__ __forceinline__ void outputs(const u16* z, const u16* __restrict__ pa
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
-apply_pair(const u16* __restrict__ x, const u16* __restrict__ packed, const float* __restrict__ scale1, const float* __restrict__ scale2, const u16* __restrict__ bias,
-           u16* __restrict__ y, long long n_tokens) {
+apply_pair(const u16* __restrict__ x, const u16* __restrict__ arranged, const float* __restrict__ scale1,
+           const float* __restrict__ scale2, const u16* __restrict__ bias, u16* __restrict__ y, long long n_tokens) {
   DYNAMIC_SHARED(z_units);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const float s1 = SCALED ? *scale1 : 1.f, s2 = SCALED ? *scale2 : 1.f;
@@ -145,7 +159,8 @@ apply_pair(const u16* __restrict__ x, const u16* __restrict__ packed, const floa
           for (int half = 0; half < 2; half++) {
             const int c = warp * OWN + i, end = (c + 1) * D < D_IN ? (c + 1) * D : D_IN;
             const long long token = first_token + m * 16 + half * 8 + g;
-            xs[i][m][chunk][half] = load_columns<LANE1, VEC_IN>(x + token * D_IN, c * D + chunk * CHUNK1 + q * LANE1, token < n_tokens ? end : 0);
+            xs[i][m][chunk][half] = load_columns<LANE1, VEC_IN>(
+                x + token * D_IN, c * D + chunk * CHUNK1 + q * LANE1, token < n_tokens ? end : 0);
           }
   };
   Numbers<LANE1> ws[OWN][COLUMN_TILES][CHUNKS1];
@@ -157,7 +172,8 @@ apply_pair(const u16* __restrict__ x, const u16* __restrict__ packed, const floa
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS1; chunk++) {
           const int c = warp * OWN + i;
-          if (c < C) ws[i][tile][chunk] = load_columns<LANE1, 8>(packed, ((((group * C + c) * COLUMN_TILES + tile) * CHUNKS1 + chunk) * 32 + lane) * LANE1, 0x7fffffff);
+          const int place = (((group * C + c) * COLUMN_TILES + tile) * CHUNKS1 + chunk) * 32 + lane;
+          if (c < C) ws[i][tile][chunk] = load_columns<LANE1, 8>(arranged, place * LANE1, NO_END);
         }
   };
 
@@ -189,13 +205,13 @@ apply_pair(const u16* __restrict__ x, const u16* __restrict__ packed, const floa
             for (int half = 0; half < 2; half++) {
               const u32 both = pack(acc[2 * half] * s1, acc[2 * half + 1] * s1);
               const int token = m * 16 + half * 8 + g;
+              const int block = column / S, k = c * S + column % S;
               if constexpr (S % 2 == 0) {
-                const int k = c * S + column % S;
-                *reinterpret_cast<u32*>(z + z_unit(column / S, token, k / 8) * 8 + k % 8) = both;
+                *reinterpret_cast<u32*>(z + z_place(block, token, k ^ z_shift(block))) = both;
               } else {
-                const int k = c * S + column % S, next = c * S + (column + 1) % S;
-                z[z_unit(column / S, token, k / 8) * 8 + k % 8] = static_cast<u16>(both);
-                z[z_unit((column + 1) / S, token, next / 8) * 8 + next % 8] = static_cast<u16>(both >> 16);
+                const int next_block = (column + 1) / S, next_k = c * S + (column + 1) % S;
+                z[z_place(block, token, k ^ z_shift(block))] = static_cast<u16>(both);
+                z[z_place(next_block, token, next_k ^ z_shift(next_block))] = static_cast<u16>(both >> 16);
               }
             }
           }
@@ -206,11 +222,16 @@ apply_pair(const u16* __restrict__ x, const u16* __restrict__ packed, const floa
       if (PREFETCH) fetch_weights(group + 1 < GROUPS ? group + 1 : 0);
       for (int block = warp / SHARING; block < GROUP; block += WARPS / SHARING) {
         const int b = group * GROUP + block, first_m = warp % SHARING * OWN_TILES;
-        if (b >= B || warp / SHARING >= WARPS / SHARING) continue;
+        // Warps are left over if they are not shared evenly, or if there are more of them than tiles of tokens.
+        if (b >= B || warp / SHARING >= WARPS / SHARING || first_m >= M_TILES) continue;
 #pragma unroll
         for (int tile = 0; tile < OUT_TILES; tile += 4) {
-          if (OUT_TILES - tile >= 4) outputs<4>(z, packed + PACKED1, bias, y, s2, first_token, n_tokens, block, b, tile, first_m);
-          else outputs<OUT_TILES % 4 ? OUT_TILES % 4 : 4>(z, packed + PACKED1, bias, y, s2, first_token, n_tokens, block, b, tile, first_m);
+          const u16* second = arranged + ARRANGED1;
+          if (OUT_TILES - tile >= 4)
+            outputs<4>(z, second, bias, y, s2, first_token, n_tokens, block, b, tile, first_m);
+          else
+            outputs<OUT_TILES % 4 ? OUT_TILES % 4 : 4>(z, second, bias, y, s2, first_token, n_tokens, block, b, tile,
+                                                       first_m);
         }
       }
       if (BUFFERS == 1) BARRIER();

@@ -6,9 +6,9 @@ cuda.core is not imported until something is compiled or launched. Nothing here 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from buttress import files
@@ -18,15 +18,16 @@ log = logging.getLogger(__name__)
 
 LOWEST_CAPABILITY = 8, 0
 """The kernels use bfloat16 matrix instructions, which GPUs have from this compute capability on."""
+STANDARD = "c++17"
 _DIGEST_BYTES = 32
 
 
 @lru_cache(maxsize=1)
 def is_installed() -> bool:
-    """Whether cuda.core and the bindings that it compiles through are installed."""
+    """Whether cuda.core, in version 1 at least, and the bindings that it compiles through are installed."""
     try:
-        return all(importlib.util.find_spec(f"cuda.{name}") is not None for name in ("core", "bindings"))
-    except ModuleNotFoundError:
+        return int(version("cuda-core").split(".")[0]) >= 1 and bool(version("cuda-bindings"))
+    except PackageNotFoundError:
         return False
 
 
@@ -44,10 +45,7 @@ def machine_code(text: str, architecture: str, *, cached: bool = True) -> bytes:
     Raises:
         ButtressError: If it cannot be compiled.
     """
-    from cuda.bindings import nvrtc
-
-    version = ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
-    key = hashlib.sha256(f"{architecture} {version}\n{text}".encode()).hexdigest()
+    key = hashlib.sha256(f"{architecture} {_compiler()} {STANDARD}\n{text}".encode()).hexdigest()
     path = files.cache_folder() / "kernels" / f"{key}.cubin"
     if cached and (code := _read(path)) is not None:
         return code
@@ -57,11 +55,22 @@ def machine_code(text: str, architecture: str, *, cached: bool = True) -> bytes:
     return code
 
 
-def _compile(text: str, architecture: str) -> bytes:
-    from cuda.core import Program, ProgramOptions
-
+@lru_cache(maxsize=1)
+def _compiler() -> str:
+    """The version of NVRTC, on which the code depends; "none" if it cannot be loaded, which compiling will say."""
     try:
-        program = Program(text, "c++", ProgramOptions(arch=architecture, std="c++17"))
+        from cuda.bindings import nvrtc
+
+        return ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+    except Exception:  # the errors of loading a library share no class
+        return "none"
+
+
+def _compile(text: str, architecture: str) -> bytes:
+    try:
+        from cuda.core import Program, ProgramOptions
+
+        program = Program(text, "c++", ProgramOptions(arch=architecture, std=STANDARD))
         code = program.compile("cubin").code
     except Exception as error:  # the errors of cuda.core share no class
         raise ButtressError(

@@ -63,8 +63,11 @@ struct Numbers {
   u32 pair[N / 2];
 };
 
-// Numbers [column, column + N) of a row in global memory, with zeros from `end` on. VEC numbers are read at a time:
-// rows, `column` and `end` are multiples of it.
+// An `end` behind every column.
+constexpr int NO_END = 0x7fffffff;
+
+// Numbers [column, column + N) of a row, with zeros from `end` on. VEC numbers are read at a time: rows, `column` and
+// `end` are multiples of it. Rows in shared memory are read between two barriers, while nothing writes to them.
 template <int N, int VEC>
 __device__ __forceinline__ Numbers<N> load_columns(const u16* __restrict__ row, int column, int end) {
   Numbers<N> numbers;
@@ -75,7 +78,8 @@ __device__ __forceinline__ Numbers<N> load_columns(const u16* __restrict__ row, 
     const u16* p = row + column + i;
     if constexpr (WIDE == 8) {
       uint4 v = inside ? *reinterpret_cast<const uint4*>(p) : uint4{0, 0, 0, 0};
-      numbers.pair[i / 2] = v.x, numbers.pair[i / 2 + 1] = v.y, numbers.pair[i / 2 + 2] = v.z, numbers.pair[i / 2 + 3] = v.w;
+      numbers.pair[i / 2] = v.x, numbers.pair[i / 2 + 1] = v.y;
+      numbers.pair[i / 2 + 2] = v.z, numbers.pair[i / 2 + 3] = v.w;
     } else if constexpr (WIDE == 4) {
       uint2 v = inside ? *reinterpret_cast<const uint2*>(p) : uint2{0, 0};
       numbers.pair[i / 2] = v.x, numbers.pair[i / 2 + 1] = v.y;

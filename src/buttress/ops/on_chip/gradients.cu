@@ -5,9 +5,9 @@
 //   dz[c, b, s] = sum_a L[b, a, c, s] dy[b, a]      dR[c, b, s, d] = sum_tokens dz[c, b, s] x[c, d]
 //    z[c, b, s] = sum_d R[c, b, s, d]  x[c, d]      dL[b, a, c, s] = sum_tokens  z[c, b, s] dy[b, a]
 // A program has a rectangle of C_GROUP x B_GROUP such pairs and keeps its gradients in registers, in float32. Every
-// program reads its blocks of x and dy for some of the tokens, so x is read once for each group of blocks b, and dy once
-// for each group of blocks c. Exchanging (c, d, x, R, dz) with (b, a, dy, L, z) changes nothing: both sides run through
-// the same two functions, `expand` and `accumulate`.
+// program reads its blocks of x and dy for every `n_lanes`-th tile of tokens, so x is read once for each group of
+// blocks b, and dy once for each group of blocks c. Exchanging (c, d, x, R, dz) with (b, a, dy, L, z) changes
+// nothing: both sides run through the same two functions, `expand` and `accumulate`.
 
 constexpr int T = 16 * TOKEN_TILES, T_STRIDE = T + 8;
 constexpr int C_GROUPS = ceil_div(C, C_GROUP), B_GROUPS = ceil_div(B, B_GROUP), RECTANGLES = C_GROUPS * B_GROUPS;
@@ -15,23 +15,27 @@ constexpr int C_GROUPS = ceil_div(C, C_GROUP), B_GROUPS = ceil_div(B, B_GROUP), 
 constexpr int DP = round_up(D, 16), AP = round_up(A, 16);
 constexpr int X_STRIDE = C_GROUP * DP + 8, DY_STRIDE = B_GROUP * AP + 8;
 constexpr int ROWS1 = round_up(B_GROUP * S, 16), ROWS2 = round_up(C_GROUP * S, 16);
+// Rows of z and dz between two units: a few more, so that lanes that write the same row of several units use different
+// banks.
+constexpr int UNIT_ROWS1 = ROWS1 + S % 8, UNIT_ROWS2 = ROWS2 + S % 8;
 constexpr int X_NUMBERS = T * X_STRIDE, DY_NUMBERS = T * DY_STRIDE;
-constexpr int DZ_NUMBERS = C_GROUP * ROWS1 * T_STRIDE, Z_NUMBERS = B_GROUP * ROWS2 * T_STRIDE;
+constexpr int DZ_NUMBERS = C_GROUP * UNIT_ROWS1 * T_STRIDE, Z_NUMBERS = B_GROUP * UNIT_ROWS2 * T_STRIDE;
 constexpr int W1_NUMBERS = C_GROUP * ROWS1 * DP, W2_NUMBERS = B_GROUP * ROWS2 * AP;
 constexpr int ITEMS1 = C_GROUP * ROWS1 / 16, ITEMS2 = B_GROUP * ROWS2 / 16;
 constexpr int OWN1 = ceil_div(ITEMS1, WARPS), OWN2 = ceil_div(ITEMS2, WARPS);
 static_assert(SHARED_BYTES == 2 * (X_NUMBERS + DY_NUMBERS + DZ_NUMBERS + Z_NUMBERS + W1_NUMBERS + W2_NUMBERS),
               "the host allocates what the kernel uses");
 
-// Copy columns [first, first + UNITS * SIZE) of some tokens to shared memory; each block of SIZE numbers is padded to
-// PADDED numbers. Zeros stand for tokens and columns that do not exist. The copy is split in two, so that the loads are
-// in flight while the program computes.
+// Copy columns [first, first + UNITS * SIZE) of some tokens, in rows of WIDTH numbers, to rows of STRIDE numbers in
+// shared memory; each block of SIZE numbers is padded to PADDED numbers. Zeros stand for tokens and columns that do
+// not exist. The copy is split in two, so that the loads are in flight while the program computes.
 template <int UNITS, int SIZE, int PADDED, int WIDTH, int STRIDE, int VEC>
 struct TileCopy {
   static constexpr int PIECES = T * UNITS * (PADDED / 8), OWN = ceil_div(PIECES, 32 * WARPS);
   Numbers<8> held[OWN];
 
-  __device__ __forceinline__ void load(const u16* __restrict__ source, int first, long long first_token, long long n_tokens) {
+  __device__ __forceinline__ void load(const u16* __restrict__ source, int first, long long first_token,
+                                       long long n_tokens) {
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       const int piece = i * 32 * WARPS + threadIdx.x, number = piece % (PADDED / 8) * 8;
@@ -46,13 +50,13 @@ struct TileCopy {
     for (int i = 0; i < OWN; i++) {
       const int piece = i * 32 * WARPS + threadIdx.x, number = piece % (PADDED / 8) * 8;
       const int unit = piece / (PADDED / 8) % UNITS, t = piece / (PADDED / 8) / UNITS;
-      if (piece < PIECES) store_columns<8, 8>(tile + t * STRIDE, unit * PADDED + number, 0x7fffffff, held[i]);
+      if (piece < PIECES) store_columns<8, 8>(tile + t * STRIDE, unit * PADDED + number, NO_END, held[i]);
     }
   }
 };
 
-// z of one side: for each unit (a block c, say) rows (other, s) of its weight times the tile, [rows, tokens], written to
-// target[other][unit * S + s][token].
+// z of one side: for each unit (a block c, say) rows (other, s) of its weight times the tile, [rows, tokens], written
+// to target[other][unit * S + s][token], where `other` has TARGET_ROWS rows.
 template <int UNITS, int OTHERS, int ROWS, int TARGET_ROWS, int PADDED, int STRIDE>
 __device__ __forceinline__ void expand(const u16* weights, const u16* tile, u16* target, float scale) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -61,7 +65,7 @@ __device__ __forceinline__ void expand(const u16* weights, const u16* tile, u16*
     float acc[2 * TOKEN_TILES][4] = {};
 #pragma unroll
     for (int k = 0; k < PADDED; k += 16) {
-      const Numbers<8> w = load_columns<8, 8>(weights, ((item * PADDED + k) / 16 * 16 * 16) + lane * 8, 0x7fffffff);
+      const Numbers<8> w = load_columns<8, 8>(weights, ((item * PADDED + k) / 16 * 16 * 16) + lane * 8, NO_END);
 #pragma unroll
       for (int t = 0; t < TOKEN_TILES; t++) {
         u32 b[4];
@@ -82,19 +86,20 @@ __device__ __forceinline__ void expand(const u16* weights, const u16* tile, u16*
   }
 }
 
-// acc [16 rows of a unit, PADDED] += z [rows, tokens] tile [tokens, PADDED] for the items of a warp.
-template <int UNITS, int ROWS, int PADDED, int STRIDE, int OWN>
+// acc [16 rows of a unit, PADDED] += z [rows, tokens] tile [tokens, PADDED] for the items of a warp, each of which is
+// 16 rows of z. A unit has UNIT_ROWS rows, of which ROWS count.
+template <int UNITS, int ROWS, int UNIT_ROWS, int PADDED, int STRIDE, int OWN>
 __device__ __forceinline__ void accumulate(float (&acc)[OWN][PADDED / 8][4], const u16* z, const u16* tile) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
     const int item = i * WARPS + warp;
     if (item >= UNITS * ROWS / 16) continue;
-    const int unit = item / (ROWS / 16);
+    const int unit = item / (ROWS / 16), row = unit * UNIT_ROWS + item % (ROWS / 16) * 16 + lane % 16;
 #pragma unroll
     for (int t = 0; t < TOKEN_TILES; t++) {
       u32 a[4];
-      load_matrices(a, z + (item * 16 + lane % 16) * T_STRIDE + t * 16 + lane / 16 * 8);
+      load_matrices(a, z + row * T_STRIDE + t * 16 + lane / 16 * 8);
 #pragma unroll
       for (int n = 0; n < PADDED; n += 16) {
         u32 b[4];
@@ -106,11 +111,11 @@ __device__ __forceinline__ void accumulate(float (&acc)[OWN][PADDED / 8][4], con
   }
 }
 
-// Rows (other, s) of the weights of a side's units, in the order in which `expand` reads them, with zeros for blocks that
-// do not exist. `at` gives the place of (unit, other, s, k).
+// Rows (other, s) of the weights of a side's units, in the order in which `expand` reads them, with zeros for blocks
+// that do not exist. `at` gives the place of (unit, other, s, k).
 template <int UNITS, int OTHERS, int ROWS, int SIZE, int PADDED, class At>
-__device__ __forceinline__ void load_weights(u16* weights, const u16* __restrict__ source, int first_unit, int unit_count,
-                                             int first_other, int other_count, At at) {
+__device__ __forceinline__ void load_weights(u16* weights, const u16* __restrict__ source, int first_unit,
+                                             int unit_count, int first_other, int other_count, At at) {
   for (int i = threadIdx.x; i < UNITS * ROWS * PADDED; i += 32 * WARPS) {
     const int item = i / (16 * PADDED), lane = i / 8 % 32, register_index = i % 8 / 2;
     const int unit = first_unit + item / (ROWS / 16);
@@ -146,7 +151,8 @@ __device__ __forceinline__ void store_sums(float* __restrict__ sums, const float
   }
 }
 
-// Partial sums of each lane of tokens: the gradients of scale1 R and of scale2 L in float32, and of the bias.
+// Sums over the tokens of each lane (a set of tiles, not a thread): the gradients of scale1 R and of scale2 L in
+// float32, and of the bias.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 weight_gradients(const u16* __restrict__ x, const u16* __restrict__ dy, const u16* __restrict__ first,
                  const u16* __restrict__ second, const float* __restrict__ scale1, const float* __restrict__ scale2,
@@ -165,7 +171,8 @@ weight_gradients(const u16* __restrict__ x, const u16* __restrict__ dy, const u1
   auto at1 = [](int c, int b, int s, int d) { return (c * (B * S) + b * S + s) * D + d; };
   auto at2 = [](int b, int c, int s, int a) { return (b * A + a) * (C * S) + c * S + s; };
   // Rows that pad dz and z are never written.
-  for (int i = threadIdx.x; i < (DZ_NUMBERS + Z_NUMBERS) / 8; i += 32 * WARPS) reinterpret_cast<uint4*>(dz)[i] = uint4{0, 0, 0, 0};
+  for (int i = threadIdx.x; i < (DZ_NUMBERS + Z_NUMBERS) / 8; i += 32 * WARPS)
+    reinterpret_cast<uint4*>(dz)[i] = uint4{0, 0, 0, 0};
   load_weights<C_GROUP, B_GROUP, ROWS1, D, DP>(weights1, first, first_c, C, first_b, B, at1);
   load_weights<B_GROUP, C_GROUP, ROWS2, A, AP>(weights2, second, first_b, B, first_c, C, at2);
 
@@ -189,8 +196,8 @@ weight_gradients(const u16* __restrict__ x, const u16* __restrict__ dy, const u1
       x_copy.load(x, first_c * D, first_token + step, n_tokens);
       dy_copy.load(dy, first_b * A, first_token + step, n_tokens);
     }
-    expand<C_GROUP, B_GROUP, ROWS1, ROWS2, DP, X_STRIDE>(weights1, x_tile, z, s1);
-    expand<B_GROUP, C_GROUP, ROWS2, ROWS1, AP, DY_STRIDE>(weights2, dy_tile, dz, s2);
+    expand<C_GROUP, B_GROUP, ROWS1, UNIT_ROWS2, DP, X_STRIDE>(weights1, x_tile, z, s1);
+    expand<B_GROUP, C_GROUP, ROWS2, UNIT_ROWS1, AP, DY_STRIDE>(weights2, dy_tile, dz, s2);
     if (BIASED && first_c == 0)
 #pragma unroll
       for (int i = 0; i < OWN_COLUMNS; i++) {
@@ -199,16 +206,17 @@ weight_gradients(const u16* __restrict__ x, const u16* __restrict__ dy, const u1
           for (int t = 0; t < T; t++) bias_acc[i] += unpack(dy_tile[t * DY_STRIDE + column / A * AP + column % A]);
       }
     BARRIER();
-    accumulate<C_GROUP, ROWS1, DP, X_STRIDE>(acc1, dz, x_tile);
-    accumulate<B_GROUP, ROWS2, AP, DY_STRIDE>(acc2, z, dy_tile);
+    accumulate<C_GROUP, ROWS1, UNIT_ROWS1, DP, X_STRIDE>(acc1, dz, x_tile);
+    accumulate<B_GROUP, ROWS2, UNIT_ROWS2, AP, DY_STRIDE>(acc2, z, dy_tile);
   }
-  store_sums<C_GROUP, B_GROUP, ROWS1, D, DP>(sums1 + static_cast<long long>(lane_of_tokens) * (C * B * S * D), acc1, first_c, C, first_b, B, at1);
-  store_sums<B_GROUP, C_GROUP, ROWS2, A, AP>(sums2 + static_cast<long long>(lane_of_tokens) * (C * B * S * A), acc2, first_b, B, first_c, C, at2);
+  const long long lane = lane_of_tokens;
+  store_sums<C_GROUP, B_GROUP, ROWS1, D, DP>(sums1 + lane * (C * B * S * D), acc1, first_c, C, first_b, B, at1);
+  store_sums<B_GROUP, C_GROUP, ROWS2, A, AP>(sums2 + lane * (C * B * S * A), acc2, first_b, B, first_c, C, at2);
   if (BIASED && first_c == 0)
 #pragma unroll
     for (int i = 0; i < OWN_COLUMNS; i++) {
       const int column = i * 32 * WARPS + threadIdx.x;
       if (column < B_GROUP * A && first_b * A + column < D_OUT)
-        bias_sums[static_cast<long long>(lane_of_tokens) * D_OUT + first_b * A + column] = bias_acc[i];
+        bias_sums[lane * D_OUT + first_b * A + column] = bias_acc[i];
     }
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from buttress.ops.on_chip.sizes import PairSizes
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels support."""
-PACK_THREADS, PACKED_PER_THREAD = 256, 8
-"""Threads of a program that packs weights, and how many numbers each is to pack."""
+ARRANGING_THREADS, NUMBERS_PER_THREAD = 256, 8
+"""Threads of a program that arranges weights, and about how many numbers each of them copies."""
 
 
 def can_launch(dtype: torch.dtype, device: torch.device) -> bool:
@@ -48,7 +49,7 @@ def apply(
     Args:
         sizes: Sizes of the pair, from x to the result.
         options: Launch options.
-        x: The input, contiguous and aligned to 16 bytes like all other tensors.
+        x: The input, contiguous like all other tensors, and aligned to 16 bytes.
         weights: The factors in order of application; with `transposed`, the second before the first.
         scales: One float32 multiplier for each of them, or none at all.
         bias: Added to the result.
@@ -64,15 +65,11 @@ def apply(
     y = x.new_empty(tokens, sizes.d_out)
     if not tokens:
         return y
-    text = source.apply_text(
-        sizes, options, x.dtype, scaled=bool(scales), biased=bias is not None, transposed=transposed
-    )
-    packed = x.new_empty(options.packed_numbers(sizes))
-    packers = ceil_div(packed.numel(), PACK_THREADS * PACKED_PER_THREAD)
-    _kernel(text, source.PACK, 0, x.device).launch(packers, PACK_THREADS, *weights, packed)
-    kernel = _kernel(text, source.APPLY, options.shared_bytes(sizes), x.device)
+    plan = _apply_plan(sizes, options, x.dtype, x.device, bool(scales), bias is not None, transposed)
+    arranged = x.new_empty(plan.arranged_numbers)
+    plan.arrange.launch(plan.arranging_programs, ARRANGING_THREADS, *weights, arranged)
     programs = min(ceil_div(tokens, 16 * options.tiles), options.programs * _multiprocessors(x.device))
-    kernel.launch(programs, 32 * options.warps, x, packed, *(scales or (None, None)), bias, y, tokens)
+    plan.apply.launch(programs, 32 * options.warps, x, arranged, *(scales or (None, None)), bias, y, tokens)
     return y
 
 
@@ -87,8 +84,8 @@ def weight_gradients(
     Args:
         sizes: Sizes of the pair.
         options: Launch options.
-        x: The input, contiguous and aligned to 16 bytes like all other tensors.
-        dy: The gradient of the result.
+        x: The input, contiguous like all other tensors, and aligned to 16 bytes.
+        dy: The gradient of the result, aligned in the same way.
         weights: The factors in order of application.
         scales: One float32 multiplier for each of them, or none at all.
         biased: Whether the gradient of the bias is wanted.
@@ -115,6 +112,30 @@ def weight_gradients(
     return first, second, bias[0] if bias else None
 
 
+class ApplyPlan(NamedTuple):
+    """The parts of applying a pair that do not depend on the number of tokens."""
+
+    arrange: Kernel
+    apply: Kernel
+    arranged_numbers: int
+    arranging_programs: int
+
+
+@lru_cache(maxsize=1024)
+def _apply_plan(
+    sizes: PairSizes, options: ApplyOptions, dtype: torch.dtype, device: torch.device, scaled: bool, biased: bool,
+    transposed: bool,
+) -> ApplyPlan:  # fmt: skip
+    text = source.apply_text(sizes, options, dtype, scaled=scaled, biased=biased, transposed=transposed)
+    numbers = options.arranged_numbers(sizes)
+    return ApplyPlan(
+        _kernel(text, source.ARRANGE, 0, device),
+        _kernel(text, source.APPLY, options.shared_bytes(sizes), device),
+        numbers,
+        ceil_div(numbers, ARRANGING_THREADS * NUMBERS_PER_THREAD),
+    )
+
+
 class Kernel:
     """A loaded kernel.
 
@@ -131,6 +152,7 @@ class Kernel:
 
         self.kernel = ObjectCode.from_cubin(code).get_kernel(name)
         self.shared_bytes = shared_bytes
+        self.configs: dict[tuple[int, int, int | None], Any] = {}
         # A launch may ask for more than 48 KiB only if the kernel allows it.
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(limit, shared_bytes, self.kernel.handle, device.index or 0)
@@ -148,24 +170,53 @@ class Kernel:
             arguments: A tensor stands for its address, None for a null pointer; numbers have eight bytes.
             cluster: Programs in a cluster, if there are clusters.
         """
-        from cuda.core import LaunchConfig, launch
+        from cuda.core import launch
 
-        config = LaunchConfig(
-            grid=programs // (cluster or 1), cluster=cluster, block=threads, shmem_size=self.shared_bytes
-        )
+        _make_context_current()
         values = [a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments]
-        launch(_stream(torch.cuda.current_stream().cuda_stream), config, self.kernel, *values)
+        stream = _stream(torch.cuda.current_stream().cuda_stream)
+        launch(stream, self.config(programs, threads, cluster), self.kernel, *values)
+
+    def config(self, programs: int, threads: int, cluster: int | None = None) -> Any:
+        """What a launch with these numbers asks for."""
+        from cuda.core import LaunchConfig
+
+        key = programs, threads, cluster
+        if key not in self.configs:
+            grid = programs // (cluster or 1)  # in clusters
+            self.configs[key] = LaunchConfig(grid=grid, cluster=cluster, block=threads, shmem_size=self.shared_bytes)
+        return self.configs[key]
+
+
+_thread = threading.local()
+
+
+def _make_context_current() -> None:
+    """Make torch's context that of this thread: a new thread has none until it runs a kernel of torch's own."""
+    index = torch.cuda.current_device()
+    if getattr(_thread, "device", None) != index:
+        from cuda.core import Device
+
+        Device(index).set_current()
+        _thread.device = index
 
 
 @lru_cache(maxsize=1024)
 def _kernel(text: str, name: str, shared_bytes: int, device: torch.device) -> Kernel:
     """Compile and load a kernel, once for each device."""
     forbid_in_capture()
-    from cuda.core import Device
-
-    Device(device.index or 0).set_current()
     major, minor = torch.cuda.get_device_capability(device)
-    return Kernel(machine_code(text, f"sm_{major}{minor}"), name, shared_bytes, device)
+    code = machine_code(text, f"sm_{major}{minor}")
+    try:
+        _make_context_current()
+        return Kernel(code, name, shared_bytes, device)
+    except ButtressError:
+        raise
+    except Exception as error:  # the errors of cuda.core share no class
+        raise ButtressError(
+            f"{device} does not load the on-chip kernels, which were compiled for sm_{major}{minor}: {error}; "
+            "without cuda-core, the other kernels are used"
+        ) from error
 
 
 @lru_cache(maxsize=64)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
+from typing import TypeVar
 
 from buttress.ops.on_chip.sizes import PairSizes
 
@@ -13,8 +14,15 @@ MAX_SHARED_BYTES = 227 << 10
 """Shared memory of a program on sm_90 and sm_100."""
 REGISTERS, MAX_REGISTERS = 1 << 16, 255
 """Registers of a multiprocessor and of a thread."""
-OTHER_REGISTERS = 48
+OTHER_REGISTERS = 64
 """Registers of a thread for addresses and loop counters; the rest holds numbers."""
+RESERVED_BYTES = 1 << 10
+"""Shared memory that the system takes for each program, beyond what the program may use."""
+MAX_OFFSET = (1 << 31) - 1
+"""Offsets into a whole weight have 32 bits."""
+
+
+Options = TypeVar("Options")
 
 
 def ceil_div(n: int, divisor: int) -> int:
@@ -30,6 +38,11 @@ def round_up(n: int, divisor: int) -> int:
 def chunk_numbers(k: int) -> int:
     """Numbers of a product's inner dimension that the four lanes of a group hold at a time: 16 or 32."""
     return 16 if ceil_div(k, 16) % 2 else 32
+
+
+def _can_share(programs: int, shared_bytes: int, shared_limit: int) -> bool:
+    """Whether programs have room on one multiprocessor, where a single one may use `shared_limit` bytes."""
+    return programs * (shared_bytes + RESERVED_BYTES) <= shared_limit + RESERVED_BYTES
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ class ApplyOptions:
         row = round_up(round_up(k, chunk_numbers(k)), 64)
         return 2 * self.buffers * self.group * 16 * self.tiles * row
 
-    def packed_numbers(self, sizes: PairSizes) -> int:
+    def arranged_numbers(self, sizes: PairSizes) -> int:
         """Numbers of both weights in the order in which lanes read them, with the zeros that fill tiles."""
         k1, k2 = sizes.d, sizes.c * sizes.s
         columns = round_up(sizes.b, self.group) * sizes.s
@@ -79,7 +92,8 @@ class ApplyOptions:
         """Whether a program has room on a multiprocessor, as far as that can be told without compiling it."""
         return (
             self.group * sizes.s % 8 == 0
-            and self.programs * self.shared_bytes(sizes) <= shared_limit
+            and _can_share(self.programs, self.shared_bytes(sizes), shared_limit)
+            and max(sizes.largest_weight, self.arranged_numbers(sizes)) <= MAX_OFFSET
             and self.registers(sizes) <= min(MAX_REGISTERS, REGISTERS // (32 * self.warps * self.programs))
         )
 
@@ -106,7 +120,7 @@ class GradientOptions:
         d, a = round_up(sizes.d, 16), round_up(sizes.a, 16)
         rows1, rows2 = round_up(self.b_group * sizes.s, 16), round_up(self.c_group * sizes.s, 16)
         inputs = tokens * (self.c_group * d + 8 + self.b_group * a + 8)
-        z = (self.c_group * rows1 + self.b_group * rows2) * (tokens + 8)
+        z = (self.c_group * (rows1 + sizes.s % 8) + self.b_group * (rows2 + sizes.s % 8)) * (tokens + 8)
         weights = self.c_group * rows1 * d + self.b_group * rows2 * a
         return 2 * (inputs + z + weights)
 
@@ -121,8 +135,10 @@ class GradientOptions:
 
     def fits(self, sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> bool:
         """Whether a program has room on a multiprocessor, as far as that can be told without compiling it."""
-        return self.shared_bytes(sizes) <= shared_limit and self.registers(sizes) <= min(
-            MAX_REGISTERS, REGISTERS // (32 * self.warps)
+        return (
+            self.shared_bytes(sizes) <= shared_limit
+            and sizes.largest_weight <= MAX_OFFSET
+            and self.registers(sizes) <= min(MAX_REGISTERS, REGISTERS // (32 * self.warps))
         )
 
     def rectangles(self, sizes: PairSizes) -> int:
@@ -156,37 +172,54 @@ class OnChip:
 
 
 def apply_candidates(sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> Iterator[ApplyOptions]:
-    """Options that fit, those first that are likely to be fast: many tokens per program, then two buffers.
+    """Options that fit, those first that are likely to be fast: no idle warps, many tokens per program, two buffers.
 
     Args:
         sizes: Sizes of the pair.
         shared_limit: Shared memory of a program.
 
-    Yields:
-        The options; none where the pair is too large for the chip.
+    Returns:
+        The options, of which the first few differ in tiles or warps; none where the pair is too large for the chip.
     """
     least = 8 // gcd(8, sizes.s)
-    for tiles, buffers, prefetch in product((4, 2, 1), (2, 1), (True, False)):
-        for group, warps, programs in product((least, 2 * least, 4 * least), (8, 16, 4), (1, 2, 3)):
-            options = ApplyOptions(tiles, group, warps, programs, buffers, prefetch)
-            if options.fits(sizes, shared_limit):
-                yield options
+    candidates = (
+        ApplyOptions(tiles, group, warps, programs, buffers, prefetch)
+        for tiles, buffers, prefetch in product((4, 2, 1), (2, 1), (True, False))
+        for group, warps, programs in product((least, 2 * least, 4 * least), (8, 16, 4), (1, 2, 3))
+    )
+    fitting = [options for options in candidates if options.fits(sizes, shared_limit)]
+    # The second factor is divided among warps by blocks and tiles.
+    fitting.sort(key=lambda o: o.group * o.tiles < o.warps)
+    return _varied(fitting, lambda o: (o.tiles, o.warps))
 
 
 def gradient_candidates(sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> Iterator[GradientOptions]:
-    """Options that fit, those first that are likely to be fast: few programs, then many tokens at a time.
+    """Options that fit, those first that are likely to be fast: more than one tile, few programs, many tokens.
 
     Args:
         sizes: Sizes of the pair.
         shared_limit: Shared memory of a program.
 
-    Yields:
-        The options; none where the pair is too large for the chip.
+    Returns:
+        The options, of which the first few differ in tiles or warps; none where the pair is too large for the chip.
     """
     sides = (1, 2, 4, 8, 16, 32)
     candidates = (
         GradientOptions(min(c_group, sizes.c), min(b_group, sizes.b), tiles, warps)
         for c_group, b_group, tiles, warps in product(sides, sides, (4, 2, 1), (8, 16))
     )
-    fitting = dict.fromkeys(options for options in candidates if options.fits(sizes, shared_limit))
-    yield from sorted(fitting, key=lambda o: (o.rectangles(sizes), -o.tiles, o.warps))
+    fitting = list(dict.fromkeys(options for options in candidates if options.fits(sizes, shared_limit)))
+    fitting.sort(key=lambda o: (o.tiles == 1, o.rectangles(sizes), -o.tiles, o.warps))
+    return _varied(fitting, lambda o: (o.tiles, o.warps))
+
+
+def _varied(options: Iterable[Options], kind: Callable[[Options], object]) -> Iterator[Options]:
+    """The first options of each kind, then the others."""
+    others, kinds = [], set()
+    for option in options:
+        if kind(option) in kinds:
+            others.append(option)
+        else:
+            kinds.add(kind(option))
+            yield option
+    yield from others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 
 from buttress.core.chain import Chain
@@ -32,7 +32,7 @@ class PairSizes:
     d_in: int
     d_out: int
 
-    @property
+    @cached_property
     def transposed(self) -> PairSizes:
         """The sizes of the same pair as the gradient of x sees it: from y to x."""
         return PairSizes(c=self.b, d=self.a, b=self.c, a=self.d, s=self.s, d_in=self.d_out, d_out=self.d_in)
@@ -43,9 +43,9 @@ class PairSizes:
         return gcd(8, self.d, self.d_in), gcd(8, self.a, self.d_out)
 
     @property
-    def z_width(self) -> int:
-        """Numbers of z per token."""
-        return self.c * self.b * self.s
+    def largest_weight(self) -> int:
+        """Numbers of the larger factor."""
+        return self.c * self.b * self.s * max(self.d, self.a)
 
 
 @lru_cache(maxsize=4096)

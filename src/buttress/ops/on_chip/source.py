@@ -10,7 +10,7 @@ import torch
 from buttress.ops.on_chip.options import ApplyOptions, GradientOptions
 from buttress.ops.on_chip.sizes import PairSizes
 
-APPLY, PACK, GRADIENTS = "apply_pair", "pack", "weight_gradients"
+APPLY, ARRANGE, GRADIENTS = "apply_pair", "arrange_weights", "weight_gradients"
 """Names of the kernels; the first two are in one text."""
 
 
@@ -37,7 +37,7 @@ def apply_text(
         "TRANSPOSED": transposed, "VEC_IN": access_in, "VEC_OUT": access_out,
         "M_TILES": options.tiles, "GROUP": options.group, "WARPS": options.warps, "PROGRAMS": options.programs,
         "BUFFERS": options.buffers, "PREFETCH": options.prefetch, "SHARED_BYTES": options.shared_bytes(sizes),
-        "PACKED_NUMBERS": options.packed_numbers(sizes),
+        "ARRANGED_NUMBERS": options.arranged_numbers(sizes),
     }  # fmt: skip
     return _text(constants, "apply.cu")
 
