@@ -28,8 +28,26 @@ def test_candidates_fit() -> None:
 
 def test_many_tokens_and_few_programs_come_first() -> None:
     assert next(apply_candidates(WIDTH_1024)).tiles == 4
-    first, *others = (options.rectangles(WIDTH_1024) for options in gradient_candidates(WIDTH_1024))
-    assert first == min(others)
+    first, *others = gradient_candidates(WIDTH_1024)
+    assert first.tiles > 1
+    assert first.rectangles(WIDTH_1024) == min(o.rectangles(WIDTH_1024) for o in others if o.tiles > 1)
+
+
+def test_the_first_candidates_differ() -> None:
+    for candidates in (apply_candidates(WIDTH_1024), gradient_candidates(WIDTH_1024)):
+        first = [next(candidates) for _ in range(4)]
+        assert len({(options.tiles, options.warps) for options in first}) == 4
+
+
+def test_no_warp_is_idle_in_the_first_candidates() -> None:
+    first = next(apply_candidates(WIDTH_1024))
+    assert first.group * first.tiles >= first.warps
+
+
+def test_offsets_have_32_bits() -> None:
+    large = PairSizes(c=8, d=4096, b=8, a=4096, s=1 << 14, d_in=32768, d_out=32768)
+    assert large.largest_weight >= 1 << 31
+    assert next(gradient_candidates(large), None) is None
 
 
 def test_wide_inputs_do_not_fit() -> None:
