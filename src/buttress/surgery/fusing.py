@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,8 @@ from buttress.errors import PlanError
 from buttress.inspection.hooks import removing
 from buttress.inspection.sites import check_not_wrapped
 from buttress.nn.fused_activation import FusedActivation
-from buttress.nn.linear import StructuredLinear
 from buttress.ops.activations import activated
-from buttress.surgery.tracing import Place, Reading, UnreadError, find_activations, find_reader, trace
+from buttress.surgery.tracing import Place, Reading, UnreadError, find_activations, find_reader
 from buttress.text_table import render
 
 _ROUNDINGS = 16
@@ -107,12 +107,27 @@ def unfuse_(model: nn.Module) -> nn.Module:
         >>> model = bt.unfuse_(model)
         >>> model = bt.densify_(model)
     """
-    fused = [(m, key, c) for m in model.modules() for key, c in m._modules.items() if isinstance(c, FusedActivation)]
-    if fused:
+    places = [(owner, key, fused) for owner in model.modules() for key, fused in _fused_in(owner)]
+    if places:
         check_not_wrapped(model, "unfusing")
-    for owner, key, module in fused:
-        _restore(owner, key, module)
+    for owner, key, fused in places:
+        _restore(owner, key, fused)
     return model
+
+
+def _fused_in(owner: nn.Module) -> list[tuple[str, FusedActivation]]:
+    """What took the places of activations in a module, by attribute."""
+    methods = [(key, value.__self__) for key, value in vars(owner).items() if isinstance(value, MethodType)]
+    return [(key, m) for key, m in [*methods, *owner._modules.items()] if isinstance(m, FusedActivation)]
+
+
+def _put(owner: nn.Module, key: str, fused: FusedActivation) -> None:
+    fused.layer.input_activation = fused.activation
+    if isinstance(fused.original, nn.Module):
+        owner._modules[key] = fused
+    else:
+        # A function stays an attribute that is no module: nn.TransformerDecoderLayer gives a copy without one relu.
+        vars(owner)[key] = fused.forward
 
 
 def _restore(owner: nn.Module, key: str, fused: FusedActivation) -> None:
@@ -120,8 +135,7 @@ def _restore(owner: nn.Module, key: str, fused: FusedActivation) -> None:
     if isinstance(fused.original, nn.Module):
         owner._modules[key] = fused.original.train(fused.training)
     else:
-        del owner._modules[key]
-        setattr(owner, key, fused.original)
+        vars(owner)[key] = fused.original
 
 
 def _fused_row(model: nn.Module, place: Place) -> FusionRow:
@@ -132,15 +146,10 @@ def _fused_row(model: nn.Module, place: Place) -> FusionRow:
         return replace(row, note=str(error))
     x, before = _example(reading)
     fused = FusedActivation(place.activation, place.value, reading.layer).train(place.owner.training)
-    if isinstance(place.value, nn.Module):
-        place.owner._modules[place.key] = fused
-    else:
-        setattr(place.owner, place.key, fused)
-    reading.layer.input_activation = place.activation
-    reason = _difference(place, reading, x, before)
-    if reason is not None:
+    _put(place.owner, place.key, fused)
+    if x is not None and not _is_same(before, _values(reading, x)):
         _restore(place.owner, place.key, fused)
-        return replace(row, note=reason)
+        return replace(row, note=f"the outputs of {reading.root[0] or 'the model'} would change")
     return replace(
         row, layer=reading.name, verified=x is not None, note="" if x is not None else "no example input: not verified"
     )
@@ -155,7 +164,7 @@ def _example(reading: Reading) -> tuple[Tensor | None, list[Tensor]]:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
         try:
             return x, _values(reading, x)
-        except Exception:  # noqa: S112  (the module takes another shape, or more than one tensor)
+        except Exception:
             continue
     return None, []
 
@@ -182,20 +191,10 @@ def _values(reading: Reading, x: Tensor) -> list[Tensor]:
     return [*read, *(t for t in tree_leaves(output) if isinstance(t, Tensor))]
 
 
-def _difference(place: Place, reading: Reading, x: Tensor | None, before: list[Tensor]) -> str | None:
-    """Why the outputs are not those before; None if they are, or cannot be compared."""
-    if not isinstance(place.value, nn.Module):
-        # The function may have been called by its name in the code rather than by the attribute.
-        root = reading.root[1]
-        path = [module for _, module in place.ancestors]
-        graph = trace(root, path[path.index(root) :])
-        called = [root.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"]
-        if not any(isinstance(module, FusedActivation) for module in called):
-            return "its owner calls the function by name"
-    if x is None:
-        return None
-    for old, new in zip(before, _values(reading, x), strict=True):
+def _is_same(before: list[Tensor], after: list[Tensor]) -> bool:
+    """Whether values are those before, up to rounding."""
+    for old, new in zip(before, after, strict=True):
         allowed = max(_ROUNDINGS * torch.finfo(old.dtype).eps, 1e-8) * old.double().norm()
         if not (new.double() - old.double()).norm() <= allowed:
-            return f"the outputs of {reading.root[0] or 'the model'} would change"
-    return None
+            return False
+    return True

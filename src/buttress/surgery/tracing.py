@@ -153,10 +153,8 @@ def find_reader(model: nn.Module, place: Place) -> Reading:
     depth = len(place.ancestors) - 1
     while True:
         root_name, root = place.ancestors[depth]
-        if type(root).forward is nn.Module.forward:  # a list of modules, which is never called
-            reader = None
-        else:
-            reader = _reader_in(root, place, opened)
+        # A list of modules is never called itself.
+        reader = None if type(root).forward is nn.Module.forward else _reader_in(root, place, opened)
         if isinstance(reader, nn.Module):
             opened.append(reader)
         elif reader is not None:
@@ -181,7 +179,7 @@ def _method(root: nn.Module) -> str:
     return "forward"
 
 
-def trace(root: nn.Module, opened: list[nn.Module]) -> fx.Graph:
+def _trace(root: nn.Module, opened: list[nn.Module]) -> fx.Graph:
     """The calls of a module's forward pass; optional arguments have their defaults.
 
     Args:
@@ -212,15 +210,37 @@ def trace(root: nn.Module, opened: list[nn.Module]) -> fx.Graph:
         raise UnreadError(f"the forward of {type(root).__name__} cannot be traced: {first_line(error, 80)}") from None
 
 
+def _trace_counting(root: nn.Module, place: Place, opened: list[nn.Module]) -> tuple[fx.Graph, int]:
+    """As `_trace`, with the number of times that the owner's attribute was called; 1 for a submodule."""
+    if isinstance(place.value, nn.Module):
+        return _trace(root, opened), 1
+    calls = 0
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return place.value(*arguments, **options)
+
+    # The graph does not tell a function that is an attribute from the same function called by its name.
+    attributes = vars(place.owner)
+    attributes[place.key] = counting
+    try:
+        return _trace(root, opened), calls
+    finally:
+        attributes[place.key] = place.value
+
+
 def _reader_in(
     root: nn.Module, place: Place, opened: list[nn.Module]
 ) -> tuple[fx.Graph, StructuredLinear] | nn.Module | None:
     """What reads the activation's result: a structured layer, a module to open, or None where the root returns it."""
-    graph = trace(root, opened)
+    graph, attribute_calls = _trace_counting(root, place, opened)
     modules = dict(root.named_modules(remove_duplicate=False))
     calls = [node for node in graph.nodes if _called(node, modules) is place.value]
     if len(calls) != 1:
         raise UnreadError(f"the forward of {type(root).__name__} calls it {len(calls)} times")
+    if attribute_calls == 0:
+        raise UnreadError("its owner calls the function by name")
     (node,) = calls
     if _arguments(node) is None:
         raise UnreadError("it is called with several arguments")
