@@ -8,6 +8,7 @@ KERNELS = ("tests/ops/fused/test_kernels.py",)
 OPERATORS = ("tests/ops/fused/test_autograd.py", "tests/ops/fused/test_operators.py")
 DECODING = ("tests/ops/fused/test_pair_launches.py",)
 INT8 = ("tests/ops/fused/test_int8.py",)
+ACTIVATIONS = ("tests/ops/fused/test_activations.py",)
 
 MUTATIONS = (
     Mutation(
@@ -135,6 +136,62 @@ MUTATIONS = (
         "for i_lane in range(n_lanes):",
         "for i_lane in range(1):",
         KERNELS,
+    ),
+    Mutation(
+        "the gradient of x without the derivative of the activation",
+        "ops/fused/kernels.py",
+        "b_dsrc *= tl.trans(derivative(b_src, ACTIVATION))",
+        "b_dsrc *= 1.0",
+        ACTIVATIONS,
+    ),
+    Mutation(
+        "the gradient of x without the derivative where weights are frozen",
+        "ops/fused/kernels.py",
+        "b_acc *= tl.trans(derivative(b_x, DERIVATIVE))",
+        "b_acc *= 1.0",
+        ACTIVATIONS,
+    ),
+    Mutation(
+        "the weight's gradient from x without the activation",
+        "ops/fused/kernels.py",
+        "tl.trans(activate(b_src, ACTIVATION))",
+        "tl.trans(b_src)",
+        ACTIVATIONS,
+    ),
+    Mutation(
+        "no activation for few tokens",
+        "ops/fused/kernels.py",
+        "activate(tl.load(p_x + o_x, m_x, 0.0), ACTIVATION)",
+        "tl.load(p_x + o_x, m_x, 0.0)",
+        ACTIVATIONS,
+    ),
+    Mutation(
+        "no activation in the pair",
+        "ops/fused/kernels.py",
+        "PRODUCER, RING, PRECISION, ACTIVATION, None,",
+        "PRODUCER, RING, PRECISION, None, None,",
+        ACTIVATIONS,
+    ),
+    Mutation(
+        "the activation applied by every factor",
+        "ops/fused/factor_launches.py",
+        "return None if i else self.strided.activation",
+        "return self.strided.activation",
+        ACTIVATIONS,
+    ),
+    Mutation(
+        "x not kept for the derivative where weights are frozen",
+        "ops/fused/autograd.py",
+        "keeps_x = learns or (needs_x and strided.activation is not None)",
+        "keeps_x = learns",
+        ACTIVATIONS,
+    ),
+    Mutation(
+        "integers forget the activation",
+        "ops/strides.py",
+        "intermediate_rows, (None, *ACTIVATIONS)[activation])",
+        "intermediate_rows)",
+        ACTIVATIONS,
     ),
     Mutation(
         "the bias added by the first factor",

@@ -91,6 +91,20 @@ MUTATIONS = (
         (*BMM, "tests/nn/test_linear.py"),
     ),
     Mutation(
+        "the gradient of x without the derivative of the activation in bmm",
+        "ops/bmm.py",
+        "grads[0] = activation_backward(dh, z, activation)",
+        "grads[0] = dh",
+        ("tests/core/test_contract.py", "tests/surgery/test_fusing.py"),
+    ),
+    Mutation(
+        "the activation saved in place of x in bmm",
+        "ops/bmm.py",
+        "ctx.save_for_backward(z if keeps_z else None",
+        "ctx.save_for_backward(activated(z, activation) if keeps_z else None",
+        ("tests/ops/test_activations.py", "tests/surgery/test_fusing.py"),
+    ),
+    Mutation(
         "slices repeated as a whole instead of one by one",
         "ops/bmm_layout.py",
         "weight.unsqueeze(1).expand(-1, self.repeats, -1, -1)",

@@ -26,13 +26,14 @@ class MLP(nn.Module):
         super().__init__()
         options: dict[str, Any] = {"normalize": normalize, "dtype": torch.float64}
         self.up = bt.StructuredLinear(D_IN, HIDDEN, text, **options)
+        self.act = nn.GELU()
         self.down = bt.StructuredLinear(HIDDEN, D_OUT, text, **options)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.mul_(1.5).add_(0.3 * torch.randn_like(parameter))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(self.act(self.up(x)))  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
@@ -79,9 +80,11 @@ def numbers(model: nn.Module, x: Tensor) -> Numbers:
     return {"y": whole(y), "x": x.grad} | {name: whole(g) for name, g in gradients.items() if g is not None}
 
 
-def mlp(text: str, normalize: bool, parallel: bool, replicated_between: bool = False) -> Numbers:
+def mlp(text: str, normalize: bool, parallel: bool, replicated_between: bool = False, fused: bool = False) -> Numbers:
     torch.manual_seed(0)
     model: nn.Module = MLP(text, normalize)
+    if fused:
+        assert bt.fuse_(model).fused == ("down",)
     x = torch.randn(3, 5, D_IN, dtype=torch.float64)
     if parallel:
         divided(model, mlp_styles(Replicate() if replicated_between else None))

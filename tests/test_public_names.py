@@ -10,7 +10,8 @@ import buttress as bt
 NAMES = {
     "AdapterReport", "Advice", "BLAST", "BTT", "BlockDiagonal", "Budget", "ButtressError", "Chain", "ChainError",
     "ChainSum", "Choice",
-    "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "GrowthReport",
+    "CompressOptions", "Convolution", "Cost", "Curves", "Dense", "DenseLayer", "Explanation", "Factor", "FusionReport",
+    "GrowthReport",
     "Healing", "HealingLosses", "InputMoments", "Int8Linear",
     "Kronecker", "LowRank", "Match", "MissingExtraError", "Monarch", "Outcome", "Plan", "PlanEntry", "PlanError",
     "ProjectedAttention", "Projection", "Quantization", "ReadOnlyError", "Remainder", "Report", "RuleError",
@@ -18,10 +19,10 @@ NAMES = {
     "SplitLinear", "Structure", "StructureError", "StructuredEmbedding", "StructuredLinear", "StructuredPointwiseConv",
     "Sum", "TensorTrain", "Unreached",
     "adapt_", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained",
-    "graphed", "grow_",
+    "fuse_", "graphed", "grow_",
     "heal", "init_std", "language_loss", "load_adapter_", "lr_multiplier", "match", "merge_", "moments",
     "param_groups", "parse", "project", "quantize_", "replace_", "save_adapter", "split",
-    "structure", "structures", "timed", "unadapt_",
+    "structure", "structures", "timed", "unadapt_", "unfuse_",
 }  # fmt: skip
 OPTIM = {
     "QUINTIC", "Explanation", "Muon", "ParameterRow", "explain", "minimax_coefficients", "orthogonalize",

@@ -63,6 +63,7 @@ from buttress.optim import Explanation, explain, param_groups
 from buttress.projection.closed_form import Projection, project
 from buttress.surgery import (
     AdapterReport,
+    FusionReport,
     GrowthReport,
     Plan,
     PlanEntry,
@@ -71,11 +72,13 @@ from buttress.surgery import (
     Unreached,
     adapt_,
     densify_,
+    fuse_,
     grow_,
     merge_,
     quantize_,
     replace_,
     unadapt_,
+    unfuse_,
 )
 from buttress.surgery.config_entry import add_saving_hook
 from buttress.surgery.matching import Match, match
@@ -104,6 +107,7 @@ __all__ = [
     "DenseLayer",
     "Explanation",
     "Factor",
+    "FusionReport",
     "GrowthReport",
     "Healing",
     "HealingLosses",
@@ -145,6 +149,7 @@ __all__ = [
     "densify_",
     "explain",
     "from_pretrained",
+    "fuse_",
     "graphed",
     "grow_",
     "heal",
@@ -166,4 +171,5 @@ __all__ = [
     "structures",
     "timed",
     "unadapt_",
+    "unfuse_",
 ]

@@ -50,6 +50,7 @@ def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         f"{text} {normalize}": (parallel_worker.mlp, (text, normalize, True)) for text, normalize in CASES
     }
     jobs["replicated between"] = (parallel_worker.mlp, ("btt(rank=2)", True, True, True))
+    jobs["fused"] = (parallel_worker.mlp, ("btt(rank=2)", True, True, False, True))
     jobs["sequence"] = (parallel_worker.sequence, (True,))
     jobs["attention"] = (parallel_worker.attention, (True,))
     jobs["dense layers"] = (parallel_worker.dense, (True,))
@@ -84,6 +85,10 @@ def test_outputs_and_gradients_are_those_of_one_process(
 def test_layouts_of_inputs_and_outputs_can_be_chosen(results: dict[str, list[Any]]) -> None:
     compare(results["replicated between"], parallel_worker.mlp("btt(rank=2)", True, parallel=False))
     compare(results["sequence"], parallel_worker.sequence(parallel=False))
+
+
+def test_a_layer_applies_an_activation_to_its_own_inputs(results: dict[str, list[Any]]) -> None:
+    compare(results["fused"], parallel_worker.mlp("btt(rank=2)", True, parallel=False))
 
 
 def test_heads_of_attention_are_divided_beside_torchs_own_style(results: dict[str, list[Any]]) -> None:

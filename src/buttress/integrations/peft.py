@@ -37,6 +37,12 @@ def lora(config: Any) -> Any:
 
     class StructuredLora(Linear):
         def __init__(self, *args: Any, **options: Any) -> None:
+            base = args[0] if args else options.get("base_layer")
+            if (activation := getattr(base, "input_activation", None)) is not None:
+                raise PlanError(
+                    f"a layer that applies {activation} to its input has no place for LoRA, which reads the result: "
+                    "call bt.unfuse_(model) first"
+                )
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Unsupported layer type")  # they have all that peft needs
                 super().__init__(*args, **options)

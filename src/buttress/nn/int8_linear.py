@@ -70,13 +70,17 @@ class Int8Linear(nn.Module):
             A layer on the same device.
 
         Raises:
-            StructureError: If the weights are quantized already, or not finite.
+            StructureError: If the weights are quantized already, or not finite, or the layer has an input activation.
 
         Example:
             >>> small = Int8Linear.of(nn.Linear(64, 64))
         """
         structure: Structure
         if isinstance(layer, StructuredLinear):
+            if layer.input_activation is not None:
+                raise StructureError(
+                    f"an int8 layer cannot apply {layer.input_activation} to its input: call bt.unfuse_(model) first"
+                )
             structure, weights = layer.structure, layer.effective_factors()
         else:
             check_projectable(layer.weight)

@@ -135,6 +135,7 @@ class _Multiply:
             self._bias(),
             scales=self._scales() if self.layer.normalize else None,
             recompute=self.layer.recompute,
+            activation=self.layer.input_activation,
         )
         return DTensor.from_local(y, self.mesh, [Shard(-1) if by_outputs else Partial()], run_check=False)
 

@@ -145,8 +145,10 @@ class BmmFunction(torch.autograd.Function):
             z = grad.new_zeros(ctx.shape, requires_grad=True) if z is None else z
             return (None, None, None, *_differentiable_backward(layout, activation, grad, (z, *weights), needed))
         learns = needed[1:]
-        h = activated(z, activation) if any(learns) else None
-        if any(factor_learns and t is None for factor_learns, t in zip(learns[1:], inputs, strict=True)):
+        recomputes = any(factor_learns and t is None for factor_learns, t in zip(learns[1:], inputs, strict=True))
+        if learns[0] or recomputes:
+            h = activated(z, activation)
+        if recomputes:
             inputs = _forward(layout, h, weights)[1]
         grads: list[Tensor | None] = [None] * (count + 1)
         for i in reversed(range(count)):

@@ -5,6 +5,7 @@ from buttress.surgery.adapting import AdapterReport, adapt_
 from buttress.surgery.choosing import chosen_layers
 from buttress.surgery.densify import densify_
 from buttress.surgery.entry import PlanEntry
+from buttress.surgery.fusing import FusionReport, FusionRow, fuse_, unfuse_
 from buttress.surgery.growing import GrownRow, GrowthReport, grow_
 from buttress.surgery.merging import merge_, unadapt_
 from buttress.surgery.plan import Plan
@@ -14,6 +15,8 @@ from buttress.surgery.report import ReplacedRow, Report
 
 __all__ = [
     "AdapterReport",
+    "FusionReport",
+    "FusionRow",
     "GrownRow",
     "GrowthReport",
     "Plan",
@@ -25,9 +28,11 @@ __all__ = [
     "adapt_",
     "chosen_layers",
     "densify_",
+    "fuse_",
     "grow_",
     "merge_",
     "quantize_",
     "replace_",
     "unadapt_",
+    "unfuse_",
 ]

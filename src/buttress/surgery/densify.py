@@ -38,7 +38,7 @@ def densify_(model: nn.Module) -> nn.Module:
 
     Raises:
         PlanError: If the model is itself one structured layer, is wrapped for distributed training, or contains a
-            structured layer that was compiled by itself.
+            structured layer that was compiled by itself, or to which `fuse_` gave an input activation.
 
     Example:
         >>> report = replace_(model, BTT(rank=2))
@@ -86,12 +86,18 @@ def turn_dense_(model: nn.Module, turn: Turn) -> nn.Module:
 
     Raises:
         PlanError: If the model is wrapped for distributed training, or contains a structured layer that was compiled
-            by itself.
+            by itself, or a layer is to be turned that applies an activation to its input.
     """
     check_not_wrapped(model)
     compiled = individually_compiled(model)
     if any(isinstance(m, _STRUCTURED_CLASSES) for m in model.modules() if id(m) in compiled):
         raise PlanError("a structured layer was compiled by itself, and the compiled code keeps it: compile afterwards")
+    for name, module in unique_modules(model):
+        activation = getattr(module, "input_activation", None)
+        if activation is not None and turn.takes_module(module):
+            raise PlanError(
+                f"{name} applies {activation} to its input, which a dense layer cannot: call bt.unfuse_(model) first"
+            )
     encoders = structured_encoders(model)
     tied = tied_modules(model)
     _tie_weights(_put_dense_layers(model, turn), tied)

@@ -56,7 +56,8 @@ def quantize_(model: nn.Module, layers: str | Sequence[str] | None = None) -> Qu
     Raises:
         PlanError: If a glob matches no such layer, the model is wrapped for distributed training, or a layer is on the
             meta device or was compiled by itself.
-        StructureError: If a layer's weights are quantized already, or not finite. The model is then as it was.
+        StructureError: If a layer's weights are quantized already, or not finite, or `fuse_` gave it an input
+            activation. The model is then as it was.
 
     Example:
         >>> model = bt.from_pretrained("small")

@@ -1,7 +1,7 @@
 """The activations of `ops/activations.py` for the kernels. Imports triton.
 
-They are computed in float32. ACTIVATION is a name, or None for no activation, which compiles to nothing. Constants stand
-after the tensors that they multiply, because the interpreter makes constants of products that begin with one.
+They are computed in float32. ACTIVATION is a name, or None for no activation, which compiles to nothing. Constants come
+after the tensors that they multiply, because the interpreter makes a constant of a product that begins with one.
 """
 
 from __future__ import annotations

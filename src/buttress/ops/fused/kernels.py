@@ -276,7 +276,8 @@ def backward(
     SCALED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """One factor: dsrc[k] = act'(src[k]) * scale * sum_j w[j, k] ddst[j], and over a lane's tokens dw[j, k] = sum
-    ddst[j] act(src[k]) and dbias[j] = sum ddst[j]. Without WITH_DSRC only dw and dbias are computed, and j is divided into parts as k is."""
+    ddst[j] act(src[k]) and dbias[j] = sum ddst[j]. Without WITH_DSRC only dw and dbias are computed, and j is divided
+    into parts as k is."""
     i_program = tl.program_id(0)
     i_block, i_rest = i_program % n_blocks, i_program // n_blocks
     n_parts_k = tl.cdiv(K, BK)

@@ -1,0 +1,200 @@
+"""fuse_ and unfuse_: activations applied by the structured layers that read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from buttress.errors import PlanError
+from buttress.inspection.hooks import removing
+from buttress.inspection.sites import check_not_wrapped
+from buttress.nn.fused_activation import FusedActivation
+from buttress.ops.activations import activated
+from buttress.surgery.tracing import Place, Reading, UnreadError, find_activations, find_reader
+from buttress.text_table import render
+
+_ROUNDINGS = 16
+"""Roundings by which outputs may differ: transformers computes some activations step by step in half precision."""
+
+
+@dataclass(frozen=True)
+class FusionRow:
+    """One activation of a model.
+
+    Attributes:
+        name: Name of the activation in the model.
+        activation: What it computes.
+        layer: Name of the structured layer that applies it now; empty if it was not fused.
+        verified: Whether the outputs were compared with those before, on a random input.
+        note: Why the activation was not fused, or why the outputs could not be compared.
+    """
+
+    name: str
+    activation: str
+    layer: str
+    verified: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What `fuse_` did; `str` gives a table.
+
+    Attributes:
+        rows: One row per activation, in the model's order.
+
+    Example:
+        >>> print(fuse_(model))
+    """
+
+    rows: tuple[FusionRow, ...]
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Names of the layers that apply an activation now."""
+        return tuple(row.layer for row in self.rows if row.layer)
+
+    def __str__(self) -> str:
+        count = f"{len(self.fused)} of {len(self.rows)} activations fused"
+        return f"{render(self.rows)}\n{count}; those that a forward calls by name, such as F.gelu(x), are not found"
+
+
+def fuse_(model: nn.Module) -> FusionReport:
+    """Let structured layers apply the activations before them, in place: y = W act(x) + bias in one step.
+
+    The result of the activation is then not stored for the backward pass, and on a GPU the fused kernels apply the
+    activation where they load x. It is computed in float32 and rounded once, so outputs change by rounding alone.
+
+    An activation is fused if it computes GELU (exact or with tanh), SiLU or ReLU, and a structured layer alone reads
+    its result. That is found by tracing the forward pass around it, so the model may be of any library. A module that
+    passes its input through takes the activation's place. Parameters and the keys of the state dict stay the same: a
+    folder saved before or after loads as an ordinary model. Dropout between the two that is off must stay off.
+
+    Args:
+        model: The model to change. Replace, compress and load before; shard, parallelize and compile after.
+
+    Returns:
+        One row per activation, with the reason where it was not fused.
+
+    Raises:
+        PlanError: If the model is wrapped for distributed training.
+
+    Example:
+        >>> report = bt.replace_(model, bt.BTT(rank=4))
+        >>> print(bt.fuse_(model))
+    """
+    check_not_wrapped(model, "fusing")
+    return FusionReport(tuple([_fused_row(model, place) for place in list(find_activations(model))]))
+
+
+def unfuse_(model: nn.Module) -> nn.Module:
+    """Undo `fuse_`, in place: activations are modules of their own again.
+
+    Args:
+        model: The model to change. One that was never fused stays as it is.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: If the model is wrapped for distributed training.
+
+    Example:
+        >>> model = bt.unfuse_(model)
+        >>> model = bt.densify_(model)
+    """
+    places = [(owner, key, fused) for owner in model.modules() for key, fused in _fused_in(owner)]
+    if places:
+        check_not_wrapped(model, "unfusing")
+    for owner, key, fused in places:
+        _restore(owner, key, fused)
+    return model
+
+
+def _fused_in(owner: nn.Module) -> list[tuple[str, FusedActivation]]:
+    """What took the places of activations in a module, by attribute."""
+    methods = [(key, value.__self__) for key, value in vars(owner).items() if isinstance(value, MethodType)]
+    return [(key, m) for key, m in [*methods, *owner._modules.items()] if isinstance(m, FusedActivation)]
+
+
+def _put(owner: nn.Module, key: str, fused: FusedActivation) -> None:
+    fused.layer.input_activation = fused.activation
+    if isinstance(fused.original, nn.Module):
+        owner._modules[key] = fused
+    else:
+        # A function stays an attribute that is no module: nn.TransformerDecoderLayer gives a copy without one relu.
+        vars(owner)[key] = fused.forward
+
+
+def _restore(owner: nn.Module, key: str, fused: FusedActivation) -> None:
+    fused.layer.input_activation = None
+    if isinstance(fused.original, nn.Module):
+        owner._modules[key] = fused.original.train(fused.training)
+    else:
+        vars(owner)[key] = fused.original
+
+
+def _fused_row(model: nn.Module, place: Place) -> FusionRow:
+    row = FusionRow(place.name, place.activation, "", False, "")
+    try:
+        reading = find_reader(model, place)
+    except UnreadError as error:
+        return replace(row, note=str(error))
+    x, before = _example(reading)
+    fused = FusedActivation(place.activation, place.value, reading.layer).train(place.owner.training)
+    _put(place.owner, place.key, fused)
+    if x is not None and not _is_same(before, _values(reading, x)):
+        _restore(place.owner, place.key, fused)
+        return replace(row, note=f"the outputs of {reading.root[0] or 'the model'} would change")
+    return replace(
+        row, layer=reading.name, verified=x is not None, note="" if x is not None else "no example input: not verified"
+    )
+
+
+def _example(reading: Reading) -> tuple[Tensor | None, list[Tensor]]:
+    """A random input on which the module around both runs, and its values there; None if none was found."""
+    parameter = next(iter(reading.layer.factors.values()))
+    if reading.width is None or parameter.is_meta:
+        return None, []
+    for shape in ((2, 3, reading.width), (2, reading.width, 3, 3)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+        try:
+            return x, _values(reading, x)
+        except Exception:
+            continue
+    return None, []
+
+
+@torch.no_grad()
+def _values(reading: Reading, x: Tensor) -> list[Tensor]:
+    """What the layer multiplies by its matrix, and the outputs of the module around it, in eval mode."""
+    layer, root = reading.layer, reading.root[1]
+    read: list[Tensor] = []
+    training = {module: module.training for module in root.modules()}
+
+    def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        read.append(activated(arguments[0], layer.input_activation))
+
+    try:
+        root.eval()
+        with removing(layer.register_forward_pre_hook(hook)):
+            output = getattr(root, reading.method)(x)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    if len(read) != 1:
+        raise PlanError(f"{reading.name} was called {len(read)} times")
+    return [*read, *(t for t in tree_leaves(output) if isinstance(t, Tensor))]
+
+
+def _is_same(before: list[Tensor], after: list[Tensor]) -> bool:
+    """Whether values are those before, up to rounding."""
+    for old, new in zip(before, after, strict=True):
+        allowed = max(_ROUNDINGS * torch.finfo(old.dtype).eps, 1e-8) * old.double().norm()
+        if not (new.double() - old.double()).norm() <= allowed:
+            return False
+    return True
