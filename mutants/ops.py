@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
+SAVING = ("tests/ops/test_saving.py",)
 BMM = ("tests/ops/test_bmm.py", "tests/ops/test_ops.py", "tests/core/test_contract.py")
 FRAMING = ("tests/ops/test_framing.py", "tests/core/test_contract.py", "tests/core/structures/test_formulas.py")
 NORMS = ("tests/ops/test_norms.py",)
@@ -89,6 +90,55 @@ MUTATIONS = (
         "saved = [t if needed and not recompute else None for",
         "saved = [t if needed else None for",
         (*BMM, "tests/nn/test_linear.py"),
+    ),
+    Mutation(
+        "recompute ignored under a compiler",
+        "ops/bmm.py",
+        "if recompute and compiled and torch.is_grad_enabled():",
+        "if False:",
+        SAVING,
+    ),
+    Mutation(
+        "recompute ignored by low rank",
+        "ops/bmm.py",
+        "    if not recompute:\n        return _plain(",
+        "    if True:\n        return _plain(",
+        SAVING,
+    ),
+    Mutation(
+        "the padded input saved",
+        "ops/bmm.py",
+        "ctx.save_for_backward(x if any(learns) else None, *weights, *saved)",
+        "ctx.save_for_backward(_read(chain, x)[:, : x.shape[1]] if any(learns) else None, *weights, *saved)",
+        SAVING,
+    ),
+    Mutation(
+        "intermediates saved for any number of tokens",
+        "ops/saving.py",
+        "return x.shape[0] > affordable",
+        "return False",
+        SAVING,
+    ),
+    Mutation(
+        "the intermediates of one part of a sum alone counted",
+        "ops/saving.py",
+        "for part in chain.parts)",
+        "for part in chain.parts[:1])",
+        SAVING,
+    ),
+    Mutation(
+        "gradients and moments of the chain's own factors not counted",
+        "ops/saving.py",
+        "(1 if f.frozen else STATE)",
+        "1",
+        SAVING,
+    ),
+    Mutation(
+        "the dtype of autocast taken for that of the parameters",
+        "ops/__init__.py",
+        "saving.recomputes(chain, x_rows, factors, factor_itemsize)",
+        "saving.recomputes(chain, x_rows, factors, 2 * factor_itemsize)",
+        SAVING,
     ),
     Mutation(
         "slices repeated as a whole instead of one by one",
