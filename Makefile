@@ -81,6 +81,7 @@ test-gpu: $(READY)
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
 	$(BIN)/python benchmarks/gpt2.py
+	$(BIN)/python benchmarks/step.py
 
 sanitize: $(READY)
 	compute-sanitizer --error-exitcode 1 $(BIN)/pytest -n 0 tests/ops/fused/test_kernels.py -k "any_number_of_tokens or piece_by_piece"
