@@ -8,7 +8,7 @@ import torch
 import buttress as bt
 from buttress import ops
 from buttress.core.stacking import stacked
-from buttress.nn.side_by_side import _joined
+from buttress.nn.side_by_side import joined
 
 STACKED = [
     (bt.BTT(), 20, (30, 30, 30)),
@@ -41,11 +41,11 @@ def _check(chains: list[bt.Chain]) -> None:
     assert stack.chain.params == sum(c.params for c in chains)
     assert stack.chain.macs == sum(c.macs for c in chains)
     factors = [[torch.randn(f.shape, dtype=torch.float64) for f in c.factors] for c in chains]
-    joined = [_joined(joint, parts) for joint, *parts in zip(stack.joints, *factors, strict=True)]
-    assert [f.shape for f in joined] == [f.shape for f in stack.chain.factors]
+    together = [joined(joint, parts) for joint, *parts in zip(stack.joints, *factors, strict=True)]
+    assert [f.shape for f in together] == [f.shape for f in stack.chain.factors]
     expected = torch.cat([ops.dense(c, f, impl="reference") for c, f in zip(chains, factors, strict=True)])
     for impl in ("reference", "bmm"):
-        torch.testing.assert_close(ops.dense(stack.chain, joined, impl=impl), expected)
+        torch.testing.assert_close(ops.dense(stack.chain, together, impl=impl), expected)
 
 
 @pytest.mark.parametrize(

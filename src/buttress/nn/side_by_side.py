@@ -69,7 +69,7 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
     if stack is None or not pays(stack, x):
         return None
     by_layer = [layer.effective_factors() for layer in own]
-    factors = [_joined(joint, parts) for joint, *parts in zip(stack.joints, *by_layer, strict=True)]
+    factors = [joined(joint, parts) for joint, *parts in zip(stack.joints, *by_layer, strict=True)]
     biases: list[Tensor] = [layer.bias for layer in own if layer.bias is not None]
     return ops.apply(stack.chain, x, factors, torch.cat(biases) if biases else None, recompute=own[0].recompute)
 
@@ -132,7 +132,6 @@ def _kind(layer: StructuredLinear) -> tuple[object, ...]:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _number(*layers: StructuredLinear) -> int:
     """The place in `_stacks` of what the layers' chains form; a compiler does not trace how it is derived.
 
@@ -148,8 +147,20 @@ def _number(*layers: StructuredLinear) -> int:
     return _numbers[chains]
 
 
-def _joined(joint: Joint, parts: Sequence[Tensor]) -> Tensor:
-    """A factor of the stack, from those of its parts."""
+# What torch.compiler.assume_constant_result does, without importing the compiler.
+_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def joined(joint: Joint, parts: Sequence[Tensor]) -> Tensor:
+    """A factor of a stack.
+
+    Args:
+        joint: Where the parts are joined.
+        parts: The factors of the parts.
+
+    Shape:
+        (blocks, d_out, d_in) each, and the result.
+    """
     if joint.before == 1:
         return torch.cat(list(parts), joint.dim)
     unfolded = [part.unflatten(joint.dim, (joint.before, -1)) for part in parts]
