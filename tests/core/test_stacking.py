@@ -48,6 +48,20 @@ def _check(chains: list[bt.Chain]) -> None:
         torch.testing.assert_close(ops.dense(stack.chain, together, impl=impl), expected)
 
 
+@pytest.mark.parametrize("structure", [bt.BTT(rank=2), bt.Monarch(4)], ids=str)
+def test_the_kernels_apply_a_stack(structure: bt.Structure) -> None:
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chain = structure.chain(32, 48)
+    stack = stacked([chain] * 3)
+    assert stack is not None
+    factors = [[torch.randn(f.shape, device=device) for f in chain.factors] for _ in range(3)]
+    together = [joined(joint, parts) for joint, *parts in zip(stack.joints, *factors, strict=True)]
+    x = torch.randn(70, 32, device=device)
+    expected = torch.cat([ops.apply(chain, x, own, impl="reference") for own in factors], -1)
+    torch.testing.assert_close(ops.apply(stack.chain, x, together, impl="triton"), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "structures",
     [

@@ -139,6 +139,23 @@ def test_the_input_is_saved_as_it_comes(structure: bt.Structure) -> None:
     assert addresses == {x.untyped_storage().data_ptr()}
 
 
+def test_the_kernels_save_by_the_same_rule() -> None:
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chain = bt.BTT().chain(64, 64)
+    affordable = affordable_tokens(chain, 4, 4)
+    factors = [torch.randn(f.shape, device=device, requires_grad=True) for f in chain.factors]
+    for tokens, saves in ((affordable, True), (affordable + 1, False)):
+        x = torch.randn(tokens, 64, device=device)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # noqa: B023
+            y = ops.apply(chain, x, factors, impl="triton", recompute=None)
+        # The kernels store z in tiles of 64 tokens; a tile that is not full would count as a whole.
+        assert sum(t.numel() for t in kept) == chain.params + 64 * tokens * (1 + saves)
+        expected = ops.apply(chain, x, factors, impl="reference")
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("structure", "d_in", "d_out"), CASES, ids=[str(c[0]) for c in CASES])
 def test_an_output_without_padding_is_contiguous(structure: bt.Structure, d_in: int, d_out: int) -> None:
     layer = bt.StructuredLinear(d_in, d_out, structure, bias=False)
