@@ -94,8 +94,8 @@ MUTATIONS = (
     Mutation(
         "recompute ignored under a compiler",
         "ops/bmm.py",
-        "if recompute and compiled and torch.is_grad_enabled():",
-        "if False:",
+        "        recompute\n        and torch.is_grad_enabled()",
+        "        False\n        and torch.is_grad_enabled()",
         SAVING,
     ),
     Mutation(

@@ -80,6 +80,12 @@ def test_padded_outputs_would_lie_between_the_parts() -> None:
     assert padded.padding[1]
     assert stacked([padded] * 2) is None
     assert stacked([bt.BTT().chain(16, 15), padded]) is None
+    sizes = {"a": 5, "b": 4, "c": 4, "d": 4}
+    factors = {"R": "c b d", "L": "b a c"}
+    dividing = bt.Chain.of(16, 16, x="c d", factors=factors, y="b a", sizes=sizes)
+    assert dividing.padding == (0, 4)
+    assert stacked([dividing] * 2) is None
+    assert stacked([bt.Chain.of(16, 20, x="c d", factors=factors, y="b a", sizes=sizes)] * 2) is not None
 
 
 def test_inputs_must_be_the_same() -> None:

@@ -188,6 +188,20 @@ def test_a_compiler_follows(structure: bt.Structure) -> None:
     assert any("checkpoint" in str(node.target) for node in graphs[0].graph.nodes)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+def test_an_exported_program_takes_any_number_of_tokens(*, strict: bool) -> None:
+    layer = bt.StructuredLinear(64, 64, bt.BTT())
+    assert affordable_tokens(layer.chain, 4, 4) == 128
+    shapes = ({0: torch.export.Dim("tokens", min=1, max=1 << 20)},)
+    for recompute in (None, True):
+        layer.recompute = recompute
+        program = torch.export.export(layer, (torch.randn(30, 64),), dynamic_shapes=shapes, strict=strict)
+        for tokens in (1, 128, 129):
+            x = torch.randn(tokens, 64)
+            torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_recomputed_where_nothing_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     real = ops.IMPLEMENTATIONS["bmm"]

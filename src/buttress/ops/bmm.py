@@ -92,8 +92,13 @@ def _torch_derives_gradients() -> bool:
 
 def _traced(compute: Callable[..., Tensor], recompute: bool, *tensors: Tensor | None) -> Tensor:
     """The result of a function that torch differentiates by itself; a compiler is told what not to save."""
-    compiled = torch.compiler.is_dynamo_compiling() and not torch._C._are_functorch_transforms_active()
-    if recompute and compiled and torch.is_grad_enabled():
+    if (
+        recompute
+        and torch.is_grad_enabled()
+        and torch.compiler.is_dynamo_compiling()
+        and not torch.compiler.is_exporting()  # an exported program has no backward pass
+        and not torch._C._are_functorch_transforms_active()
+    ):
         y: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
         return y
     return compute(*tensors)
