@@ -81,6 +81,7 @@ test-gpu: $(READY)
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
 	$(BIN)/python benchmarks/gpt2.py
+	$(BIN)/python benchmarks/step.py
 
 # The on-chip kernels with many launch options, next to the Triton kernels, and the bandwidth between multiprocessors.
 trial-gpu: $(READY)

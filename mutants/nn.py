@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
+TOGETHER = ("tests/core/test_stacking.py", "tests/nn/test_side_by_side.py")
 LINEAR = ("tests/nn/test_linear.py", "tests/nn/test_structured.py")
 EMBEDDING = ("tests/nn/test_embedding.py",)
 ATTENTION = ("tests/nn/test_attention.py",)
@@ -52,6 +53,34 @@ MUTATIONS = (
         "in ((self.factors, other.factors), (self.gains, other.gains)):",
         "in ((self.factors, other.factors),):",
         (*LINEAR, *EMBEDDING),
+    ),
+    Mutation(
+        "joined factors of layers in another order",
+        "nn/side_by_side.py",
+        "for joint, *parts in zip(stack.joints, *by_layer, strict=True)]",
+        "for joint, *parts in zip(stack.joints, *by_layer[::-1], strict=True)]",
+        TOGETHER,
+    ),
+    Mutation(
+        "layers with hooks computed as one",
+        "nn/side_by_side.py",
+        "if any(observers) or",
+        "if",
+        TOGETHER,
+    ),
+    Mutation(
+        "entries before the axis ignored where factors are joined",
+        "nn/side_by_side.py",
+        "if joint.before == 1:",
+        "if True:",
+        TOGETHER,
+    ),
+    Mutation(
+        "chains with padded outputs stacked",
+        "core/stacking.py",
+        "or first.padding[1]:",
+        "or False:",
+        TOGETHER,
     ),
     Mutation(
         "recompute ignored by the layer",

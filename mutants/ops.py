@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutants.mutation import Mutation
 
+SAVING = ("tests/ops/test_saving.py",)
 BMM = ("tests/ops/test_bmm.py", "tests/ops/test_ops.py", "tests/core/test_contract.py")
 FRAMING = ("tests/ops/test_framing.py", "tests/core/test_contract.py", "tests/core/structures/test_formulas.py")
 NORMS = ("tests/ops/test_norms.py",)
@@ -93,16 +94,65 @@ MUTATIONS = (
     Mutation(
         "the gradient of x without the derivative of the activation in bmm",
         "ops/bmm.py",
-        "grads[0] = activation_backward(dh, z, activation)",
-        "grads[0] = dh",
+        "return activation_backward(grad, x, activation)",
+        "return grad",
         ("tests/core/test_contract.py", "tests/surgery/test_fusing.py"),
     ),
     Mutation(
         "the activation saved in place of x in bmm",
         "ops/bmm.py",
-        "ctx.save_for_backward(z if keeps_z else None",
-        "ctx.save_for_backward(activated(z, activation) if keeps_z else None",
+        "ctx.save_for_backward(x if keeps_x else None",
+        "ctx.save_for_backward(activated(x, activation) if keeps_x else None",
         ("tests/ops/test_activations.py", "tests/surgery/test_fusing.py"),
+    ),
+    Mutation(
+        "recompute ignored under a compiler",
+        "ops/bmm.py",
+        "        recompute\n        and torch.is_grad_enabled()",
+        "        False\n        and torch.is_grad_enabled()",
+        SAVING,
+    ),
+    Mutation(
+        "recompute ignored by low rank",
+        "ops/bmm.py",
+        "    if not recompute:\n        return _plain(",
+        "    if True:\n        return _plain(",
+        SAVING,
+    ),
+    Mutation(
+        "the padded input saved",
+        "ops/bmm.py",
+        "save_for_backward(x if keeps_x else None, *weights, *saved)",
+        "save_for_backward(_read(chain, None, x)[:, : x.shape[1]] if keeps_x else None, *weights, *saved)",
+        SAVING,
+    ),
+    Mutation(
+        "intermediates saved for any number of tokens",
+        "ops/saving.py",
+        "return x.shape[0] > affordable",
+        "return False",
+        SAVING,
+    ),
+    Mutation(
+        "the intermediates of one part of a sum alone counted",
+        "ops/saving.py",
+        "for part in chain.parts)",
+        "for part in chain.parts[:1])",
+        SAVING,
+    ),
+    Mutation(
+        "gradients and moments of the chain's own factors not counted",
+        "ops/saving.py",
+        "(1 if f.frozen else STATE)",
+        "1",
+        SAVING,
+    ),
+    Mutation(
+        "the dtype of autocast taken for that of the parameters",
+        "ops/__init__.py",
+        "saving.recomputes(chain, x_rows, factors, factor_itemsize)",
+        "saving.recomputes(chain, x_rows, factors, 2 * factor_itemsize)",
+        SAVING,
     ),
     Mutation(
         "slices repeated as a whole instead of one by one",

@@ -1,6 +1,8 @@
 """The baselines of the benchmarks compute what the layers that they are compared with compute."""
 
+import csv
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,80 @@ def test_adapters_have_the_parameters_of_lora_and_are_removed_again(adapters, me
         assert row["parameters"] == adapters.boft_parameters(config, adapters.adapted_layers(model))
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def step():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import step
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return step
+
+
+KERNELS = {
+    "forward": ["forward", "forward_pair", "decode_pair"],
+    "backward": ["backward", "reduce_gradients"],
+    "gemm": [
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "void cublasLt::splitKreduce_kernel<32, 16>",
+        "triton_tem_fused_mm_3", "aten::bmm",
+    ],
+    "compiled": ["triton_poi_fused_add_native_layer_norm_0", "triton_per_fused__to_copy"],
+    "eager": [
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "aten::mul",
+    ],
+    "attention": [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "fmha_cutlassF_bf16_aligned_64x64_sm80",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma",
+    ],
+    "optimizer": [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
+        "void at::native::multi_tensor_apply_kernel<LpNormFunctor>",
+    ],
+    "other": ["Memcpy DtoD (Device -> Device)", "Memset (Device)"],
+}  # fmt: skip
+
+
+def test_kernels_have_the_kinds_that_their_names_say(step):
+    assert tuple(KERNELS) == step.KINDS
+    assert {kind for kind, _ in step.RULES} == set(step.KINDS)
+    for kind, names in KERNELS.items():
+        assert {name: step.kind_of(name) for name in names} == dict.fromkeys(names, kind)
+    assert step.kind_of("ncclDevKernel_AllReduce") is None
+
+
+def test_our_kernels_are_among_the_rules(step):
+    triton = pytest.importorskip("triton")
+    from buttress.ops.fused import kernels
+
+    # Kernels that are launched, unlike what they call, take the programs' arguments; their names are public.
+    names = [n for n, f in vars(kernels).items() if isinstance(f, triton.runtime.KernelInterface) and n[0] != "_"]
+    assert len(names) >= 5
+    assert {step.kind_of(name) for name in names} == {"forward", "backward"}
+
+
+def test_unknown_kernels_are_named_with_their_share(step):
+    times, unknown = step.by_kind(Counter({"forward": 60.0, "nccl": 30.0, "Memset (Device)": 9.99, "tiny": 0.01}))
+    assert times == dict.fromkeys(step.KINDS, 0.0) | {"forward": 60.0, "other": pytest.approx(40.0)}
+    assert unknown == "nccl 30.0%"
+
+
+def test_a_step_by_kind_of_kernel(step, tmp_path, capsys):
+    small = ["--device", "cpu", "--tokens", "64", "--context", "32", "--depth", "1", "--vocabulary", "128"]
+    step.main([*small, "--out", str(tmp_path / "step.csv"), "dense:64", "btt(rank=2, split='aligned'):64"])
+    with (tmp_path / "step.csv").open() as file:
+        dense, structured = csv.DictReader(file)
+    assert (dense["structure"], structured["structure"]) == ("dense", "btt(rank=2, split='aligned')")
+    for row in (dense, structured):
+        assert row["tokens"] == "64"
+        assert float(row["step_ms"]) > 0
+        # The smallest times are rounded away.
+        assert float(row["gemm_ms"]) > 0
+        assert float(row["eager_ms"]) > 0
+    assert int(structured["parameters"]) < int(dense["parameters"])
+    with pytest.raises(SystemExit, match="a model is a structure and a width"):
+        step.main([*small, "btt"])
+    assert capsys.readouterr().out.count("step_ms") == 2

@@ -21,7 +21,7 @@ NAMES = {
     "adapt_", "advise", "budget", "calibrate", "compress", "cost", "curves", "densify_", "explain", "from_pretrained",
     "fuse_", "graphed", "grow_",
     "heal", "init_std", "language_loss", "load_adapter_", "lr_multiplier", "match", "merge_", "moments",
-    "param_groups", "parse", "project", "quantize_", "replace_", "save_adapter", "split",
+    "param_groups", "parse", "project", "quantize_", "replace_", "save_adapter", "side_by_side", "split",
     "structure", "structures", "timed", "unadapt_", "unfuse_",
 }  # fmt: skip
 OPTIM = {

@@ -57,6 +57,7 @@ from buttress.nn.embedding import StructuredEmbedding
 from buttress.nn.int8_linear import Int8Linear
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import StructuredPointwiseConv
+from buttress.nn.side_by_side import side_by_side
 from buttress.nn.split_linear import SplitLinear
 from buttress.ops import graphed
 from buttress.optim import Explanation, explain, param_groups
@@ -166,6 +167,7 @@ __all__ = [
     "quantize_",
     "replace_",
     "save_adapter",
+    "side_by_side",
     "split",
     "structure",
     "structures",

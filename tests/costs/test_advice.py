@@ -9,6 +9,7 @@ import torch
 
 import buttress as bt
 from buttress.costs.advice import Advice, Option
+from buttress.costs.alignment import alignment_note
 from buttress.ops import speeds
 from speed_rows import GPU
 
@@ -47,6 +48,25 @@ def test_advice_measured_here() -> None:
     assert all(o.implementation == "bmm" and o.ms > 0 and o.basis == "measured" for o in advice.options)
     assert advice.dense_ms > 0
     assert not speeds.table("this machine's CPU"), "a CPU's times are not kept"
+
+
+def test_notes_on_slices_that_another_split_would_align() -> None:
+    note = 'btt(rank=4): slices of 38 numbers are not multiples of 8: split="aligned" gives 32 at +8.6 % MACs'
+    aligned = bt.BTT(rank=4, split="aligned")
+    chain, other = bt.BTT(rank=4).chain(1216, 1216), aligned.chain(1216, 1216)
+    assert (chain.sizes["a"], other.sizes["a"]) == (38, 32)
+    assert round(100 * (other.macs / chain.macs - 1), 1) == 8.6
+    candidates = [bt.BTT(rank=4), aligned, bt.LowRank(rank=8), bt.BTT(split="greedy")]
+    advice = bt.advise(1216, 1216, 8, device="cpu", candidates=candidates, training=False)
+    assert advice.notes == (note,)
+    assert f"note: {note}\n" in str(advice)
+    assert alignment_note(bt.BTT(), 768, 3072) is None, "32 and 64 numbers"
+    assert alignment_note(bt.BTT(), 12, 12) is None, "nothing aligned is near"
+    assert alignment_note(bt.Sum(bt.BTT(), bt.LowRank(rank=2)), 1216, 1216) is None
+    both = alignment_note(bt.BTT(split=((40, 25), (30, 50))), 1000, 1500)
+    assert both is not None
+    assert "slices of 25 and 50 numbers" in both
+    assert "gives 40 and 32 at -6.0 % MACs" in both
 
 
 def test_verdicts() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from buttress.core.structures import Structure, parse, structures
+from buttress.costs.alignment import alignment_note
 from buttress.costs.layer_times import Layer, Progress, TimedDevice, Timing, layer_timings
 from buttress.errors import ButtressError, ShapeError
 from buttress.nn.linear import StructuredLinear
@@ -63,6 +64,8 @@ class Advice:
     """How much repeated times differ: interquartile range over median, or the change of nn.Linear's time meanwhile."""
     skipped: tuple[str, ...] = ()
     """Structures that do not take these sizes, each with the reason."""
+    notes: tuple[str, ...] = ()
+    """Structures whose slices another split would make multiples of what a GPU reads at once; not about time."""
 
     @property
     def fastest(self) -> Option | None:
@@ -92,6 +95,7 @@ class Advice:
         head = f"{self.d_in} -> {self.d_out}, {self.tokens:,} tokens, {self.what}, {self.device}"
         lines = [head, f"nn.Linear takes {self.dense_ms:.4g} ms", "", render(self.options), ""]
         lines += [f"left out: {reason}" for reason in self.skipped]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, self.verdict()])
 
     def verdict(self) -> str:
@@ -187,11 +191,13 @@ def advise(
     timings, skipped = layer_timings(timed_device, chosen, layer, progress)
     linear_ms = min(t.linear_ms(training=training, compiled=compiled) for t in timings)
     options = [_option(t, training=training, compiled=compiled) for t in timings]
+    timed_ones = [c for c in chosen if str(c) in {t.row.structure for t in timings}]
     what = f"{'a training step' if training else 'forward'}, {str(layer.dtype).removeprefix('torch.')}"
     what += "" if compiled else ", launched by Python"
     return Advice(
         d_in, d_out, tokens, timed_device.name, what, linear_ms, tuple(sorted(options, key=lambda o: o.ms)),
         spread=max(t.row.spread for t in timings), skipped=tuple(skipped),
+        notes=tuple(note for structure in timed_ones if (note := alignment_note(structure, d_in, d_out))),
     )  # fmt: skip
 
 

@@ -44,7 +44,8 @@ class StructuredLinear(Structured):
         bias: The bias, of shape ``(out_features,)``, or None.
         weight: W itself, of shape ``(out_features, in_features)``, computed on each access. Writing to it raises.
         recompute: Whether the backward pass computes the intermediates between the factors again instead of storing
-            them: less memory, slightly more time. False by default.
+            them: less memory, slightly more time. None, the default, recomputes where storing them would need more
+            memory than a dense layer of the same sizes and its optimizer state.
         input_activation: Name of an activation that the layer applies to its input, y = W act(x) + bias, instead of a
             module before it: "gelu", "gelu_tanh", "silu" or "relu". The result of the activation is then not stored
             for the backward pass. `fuse_` sets it. None by default.
@@ -91,7 +92,7 @@ class StructuredLinear(Structured):
         )
         self.in_features = in_features
         self.out_features = out_features
-        self.recompute = False
+        self.recompute: bool | None = None
         self.bias: nn.Parameter | None
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None

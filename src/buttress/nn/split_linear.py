@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from buttress.errors import ReadOnlyError
 from buttress.nn.computed import computed
+from buttress.nn.side_by_side import together
 
 PARTS_ARE_FUSED = (
     "the {0} of a split layer is put together from its parts, so a write to it would be lost: write to the {0} of each "
@@ -95,5 +96,6 @@ class SplitLinear(nn.Module):
         return computed(lambda: torch.cat(tensors), tensors, refusal=PARTS_ARE_FUSED.format(name))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply every part to `x` and concatenate the outputs."""
-        return torch.cat([part(x) for part in self.parts], dim=-1)
+        """Apply every part to `x` and concatenate the outputs; see `side_by_side`."""
+        y = together(list(self.parts), x)
+        return torch.cat([part(x) for part in self.parts], dim=-1) if y is None else y

@@ -17,7 +17,7 @@ from torch import Tensor
 from buttress.core.chain import Chain
 from buttress.core.chain_sum import AnyChain
 from buttress.errors import ButtressError, ShapeError
-from buttress.ops import bmm, flops, fused, reference, speeds
+from buttress.ops import bmm, flops, fused, reference, saving, speeds
 from buttress.ops.activations import activated, check_activation
 from buttress.ops.framing import autocast_dtype, by_part
 from buttress.ops.fused import graphed
@@ -53,7 +53,7 @@ def apply(
     bias: Tensor | None = None,
     *,
     scales: Sequence[Tensor] | None = None,
-    recompute: bool = False,
+    recompute: bool | None = False,
     impl: Impl | None = None,
     activation: str | None = None,
 ) -> Tensor:
@@ -70,7 +70,8 @@ def apply(
         bias: Added to the result.
         scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Compute the intermediates between the factors again in the backward pass instead of saving them:
-            less memory, slightly more time.
+            less memory, slightly more time. None: where saving them would need more memory than a dense layer
+            (`saving.recomputes`).
         impl: The implementation to use, "reference", "bmm" or "triton". Default: "triton" where it was measured to be
             faster for a similar layer on this GPU, else "bmm" (see `fastest`).
         activation: What is applied to x first: "gelu" (exact), "gelu_tanh", "silu" or "relu". Default: nothing. The
@@ -101,11 +102,14 @@ def apply(
     if impl is not None and impl not in IMPLEMENTATIONS:
         raise ButtressError(f"unknown implementation {impl!r}: there are {', '.join(IMPLEMENTATIONS)}")
     check_activation(activation)
+    factor_itemsize = min(w.element_size() for w in factors)
     if (dtype := autocast_dtype(x)) is not None:
         x = x.to(dtype)
         factors = [w.to(dtype) for w in factors]
         bias = None if bias is None else bias.to(dtype)
     x_rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
+    if recompute is None:
+        recompute = saving.recomputes(chain, x_rows, factors, factor_itemsize)
     if isinstance(chain, Chain):
         y = _apply(chain, x_rows, factors, bias, scales, recompute, impl, activation)
     else:

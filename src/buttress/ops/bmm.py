@@ -8,18 +8,21 @@ gradients that torch derives for torch.bmm do not have this layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from buttress.core.chain import Chain
 from buttress.ops.activations import activated, activation_backward
 from buttress.ops.bmm_layout import BmmFactor, BmmLayout
-from buttress.ops.framing import framed, read_window, scaled_factors
+from buttress.ops.framing import read_window, scaled_factors
 from buttress.ops.layouts import layouts_of
 
 
@@ -42,7 +45,7 @@ def apply(
         scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Compute the intermediates again in the backward pass instead of saving them.
         activation: Name of the activation that is applied to x, or None. Its result is saved only where the chain has
-            nothing to rearrange, or a window.
+            no blocks.
 
     Shape:
         (tokens, d_in) -> (tokens, d_out).
@@ -50,52 +53,115 @@ def apply(
     Returns:
         The output.
     """
-    if not layouts_of(chain).bmm.plain or any(chain.padding):
-        return _apply_blocks(chain, x, factors, bias, scales, recompute, activation)
-    x = activated(x, activation)
-    *first, last = factors if scales is None else scaled_factors(factors, scales)
-    for weight in first:
-        x = F.linear(x, weight[0])
-    return F.linear(x, last[0], bias)  # in half precision, the bias is added before the result is rounded
+    if scales is not None:
+        factors = scaled_factors(factors, scales)
+    if layouts_of(chain).bmm.plain and not any(chain.padding):
+        # In half precision, the bias is added before the result is rounded.
+        return _apply_plain(activated(x, activation), factors, bias, recompute)
+    y = _apply_blocks(chain, x, factors, recompute, activation)
+    if chain.padding[1]:
+        y = y[:, : chain.d_out]
+    return y if bias is None else y + bias
 
 
-@framed
+def _apply_plain(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, recompute: bool) -> Tensor:
+    """The output of a chain without blocks."""
+    recompute = recompute and len(factors) > 1 and any(w.requires_grad for w in factors)
+    if _torch_derives_gradients():
+        return _traced(_plain, recompute, x, bias, *factors)
+    if not recompute:
+        return _plain(x, bias, *factors)
+    y: Tensor = PlainFunction.apply(x, bias, *factors)  # type: ignore[no-untyped-call]
+    return y
+
+
 def _apply_blocks(
     chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool, activation: str | None
 ) -> Tensor:
-    """The padded output of a chain for a padded input."""
-    layout = layouts_of(chain).bmm
-    z = x
-    if chain.window:
-        # Through the window, every number is read several times.
-        z, activation = activated(x, activation), None
-        z = read_window(chain, z.reshape(-1, *layout.x_sizes))[0].flatten(1)
-    if (
+    """The padded output of a chain."""
+    if _torch_derives_gradients():
+        return _traced(partial(_padded_output, chain, activation), recompute, x, *factors)
+    y: Tensor = BmmFunction.apply(chain, activation, recompute, x, *factors)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _torch_derives_gradients() -> bool:
+    """Whether gradients are off, or derived by a compiler, torch.jit.trace or a function transform."""
+    return (
         not torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
+    )
+
+
+def _traced(compute: Callable[..., Tensor], recompute: bool, *tensors: Tensor | None) -> Tensor:
+    """The result of a function that torch differentiates by itself; a compiler is told what not to save."""
+    if (
+        recompute
+        and torch.is_grad_enabled()
+        and torch.compiler.is_dynamo_compiling()
+        and not torch.compiler.is_exporting()  # an exported program has no backward pass
+        and not torch._C._are_functorch_transforms_active()
     ):
-        # Compilers, torch.jit.trace and function transforms derive their own gradients.
-        return _forward(layout, activated(z, activation), factors)[0]
-    y: Tensor = BmmFunction.apply(layout, recompute, activation, z, *factors)  # type: ignore[no-untyped-call]
-    return y
+        y: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
+        return y
+    return compute(*tensors)
+
+
+def _plain(x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+    """The result of a chain without blocks."""
+    return F.linear(_plain_inputs(x, weights)[-1], weights[-1][0], bias)
+
+
+def _plain_inputs(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs of the factors of a chain without blocks."""
+    inputs = [x]
+    for weight in weights[:-1]:
+        inputs.append(F.linear(inputs[-1], weight[0]))
+    return inputs
+
+
+def _read(chain: Chain, activation: str | None, x: Tensor) -> Tensor:
+    """The activation of x with its padding, read through the window."""
+    x = activated(x, activation)
+    if chain.padding[0]:
+        x = F.pad(x, (0, chain.padding[0]))
+    if chain.window:
+        x = read_window(chain, x.reshape(-1, *layouts_of(chain).bmm.x_sizes))[0].flatten(1)
+    return x
+
+
+def _read_adjoint(chain: Chain, activation: str | None, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of x, from that of `_read(chain, activation, x)`; the values of x matter to an activation alone."""
+    if chain.padding[0] or chain.window:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(_read(chain, None, leaf), leaf, grad)
+    return activation_backward(grad, x, activation)
 
 
 def _forward(
-    layout: BmmLayout, z: Tensor, weights: Sequence[Tensor], *, direct: bool = False
+    chain: Chain, activation: str | None, x: Tensor, weights: Sequence[Tensor], *, direct: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """The result, and the arranged inputs of all factors but the first."""
+    """The padded result, and the arranged inputs of all factors but the first."""
+    layout = layouts_of(chain).bmm
     inputs = []
-    z = z.reshape(-1, *layout.read_sizes)
+    z = _read(chain, activation, x).reshape(-1, *layout.read_sizes)
     for factor, weight in zip(layout.factors, weights, strict=True):
         blocks = factor.arrange(z)
         inputs.append(blocks)
         if factor.writes_y:
             return _bmm_side_by_side(blocks.mT, weight.mT, direct=direct), inputs[1:]
         z = torch.bmm(factor.repeat(weight), blocks.mT if factor.tokens_slow else blocks).view(*factor.result_sizes, -1)
-    return z.permute(layout.permutation).reshape(-1, layout.d_out), inputs[1:]
+    # Contiguous like that of a dense layer: fused attention, for one, refuses tokens as the fastest axis.
+    return z.permute(layout.permutation).reshape(-1, layout.d_out).contiguous(), inputs[1:]
+
+
+def _padded_output(chain: Chain, activation: str | None, x: Tensor, *weights: Tensor) -> Tensor:
+    """The result of `_forward` without the inputs of the factors."""
+    return _forward(chain, activation, x, weights)[0]
 
 
 def _bmm_side_by_side(left: Tensor, right: Tensor, *, direct: bool) -> Tensor:
@@ -114,55 +180,76 @@ def _bmm_side_by_side(left: Tensor, right: Tensor, *, direct: bool) -> Tensor:
 class BmmFunction(torch.autograd.Function):
     """A whole chain as one node of the autograd graph. It saves x and the inputs of the later factors.
 
-    With an activation it saves x as it is before the activation.
+    x is saved as it comes, before the activation and without its padding or a window's copies, because other layers may
+    save it too.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, layout: BmmLayout, recompute: bool, activation: str | None, z: Tensor, *weights: Tensor
-    ) -> Tensor:
-        y, inputs = _forward(layout, activated(z, activation), weights, direct=z.is_cuda)
-        ctx.layout, ctx.activation = layout, activation
-        ctx.shape = z.shape
+    def forward(ctx: Any, chain: Chain, activation: str | None, recompute: bool, x: Tensor, *weights: Tensor) -> Tensor:
+        y, inputs = _forward(chain, activation, x, weights, direct=x.is_cuda)
+        ctx.chain, ctx.activation = chain, activation
+        ctx.shape = x.shape
         # The input of a factor is needed for that factor's gradient alone.
         learns = ctx.needs_input_grad[4:]
         saved = [t if needed and not recompute else None for t, needed in zip(inputs, learns[1:], strict=True)]
         # The derivative of the activation depends on x, too.
-        keeps_z = any(learns) or (activation is not None and ctx.needs_input_grad[3])
-        ctx.save_for_backward(z if keeps_z else None, *weights, *saved)
+        keeps_x = any(learns) or (activation is not None and ctx.needs_input_grad[3])
+        ctx.save_for_backward(x if keeps_x else None, *weights, *saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout: BmmLayout = ctx.layout
+        chain: Chain = ctx.chain
         activation: str | None = ctx.activation
+        layout = layouts_of(chain).bmm
         count = len(layout.factors)
-        z, *rest = ctx.saved_tensors
+        x, *rest = ctx.saved_tensors
         weights, inputs = rest[:count], rest[count:]
         needed = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
-            # Without z only its gradient is needed, which does not depend on its value.
-            z = grad.new_zeros(ctx.shape, requires_grad=True) if z is None else z
-            return (None, None, None, *_differentiable_backward(layout, activation, grad, (z, *weights), needed))
-        learns = needed[1:]
-        recomputes = any(factor_learns and t is None for factor_learns, t in zip(learns[1:], inputs, strict=True))
-        if learns[0] or recomputes:
-            h = activated(z, activation)
-        if recomputes:
-            inputs = _forward(layout, h, weights)[1]
+            # Without x only its gradient is needed, which does not depend on its value.
+            x = grad.new_zeros(ctx.shape, requires_grad=True) if x is None else x
+            compute = partial(_padded_output, chain, activation)
+            return (None, None, None, *_differentiable_backward(compute, grad, (x, *weights), needed))
+        if any(learns and t is None for learns, t in zip(needed[2:], inputs, strict=True)):
+            inputs = _forward(chain, activation, x, weights)[1]
         grads: list[Tensor | None] = [None] * (count + 1)
         for i in reversed(range(count)):
             factor, weight = layout.factors[i], weights[i]
             blocks = _grad_blocks(layout, i, grad)
-            if learns[i]:
-                source = inputs[i - 1].mT if i else factor.arrange(h.reshape(-1, *layout.read_sizes))
+            if needed[i + 1]:
+                read = None if i else _read(chain, activation, x).reshape(-1, *layout.read_sizes)
+                source = inputs[i - 1].mT if read is None else factor.arrange(read)
                 grads[i + 1] = factor.sum_repeats(torch.bmm(blocks, source))
             if i:
                 grad = factor.restore(torch.bmm(weight.mT, blocks))
             elif needed[0]:
-                dh = _input_grad(factor, blocks, weight).reshape(ctx.shape)
-                grads[0] = activation_backward(dh, z, activation)
+                dx = _input_grad(factor, blocks, weight).reshape(ctx.shape[0], prod(layout.read_sizes))
+                grads[0] = _read_adjoint(chain, activation, grad.new_empty(ctx.shape) if x is None else x, dx)
         return (None, None, None, *grads)
+
+
+class PlainFunction(torch.autograd.Function):
+    """A chain without blocks that computes its intermediates again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias, *weights)
+        return _plain(x, bias, *weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, *weights = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            return _differentiable_backward(_plain, grad, (x, bias, *weights), needed)
+        inputs = _plain_inputs(x, weights)
+        grads: list[Tensor | None] = [None, grad.sum(0) if needed[1] else None]
+        for i in reversed(range(len(weights))):
+            grads.insert(2, (grad.mT @ inputs[i])[None] if needed[i + 2] else None)
+            if i or needed[0]:
+                grad = grad @ weights[i][0]
+        return (grad if needed[0] else None, *grads[1:])
 
 
 def _grad_blocks(layout: BmmLayout, i: int, grad: Tensor) -> Tensor:
@@ -183,11 +270,10 @@ def _input_grad(first: BmmFactor, grad_blocks: Tensor, weight: Tensor) -> Tensor
 
 
 def _differentiable_backward(
-    layout: BmmLayout, activation: str | None, grad: Tensor, tensors: Sequence[Tensor], needed: Sequence[bool]
+    compute: Callable[..., Tensor], grad: Tensor, tensors: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients that can be differentiated again, of aliases because the inputs may depend on each other."""
-    aliases = [t.view_as(t) for t in tensors]
-    inputs = [t for t, is_needed in zip(aliases, needed, strict=True) if is_needed]
-    y = _forward(layout, activated(aliases[0], activation), aliases[1:])[0]
-    grads = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
+    aliases = [None if t is None else t.view_as(t) for t in tensors]
+    inputs = [t for t, is_needed in zip(aliases, needed, strict=True) if is_needed and t is not None]
+    grads = iter(torch.autograd.grad(compute(*aliases), inputs, grad, create_graph=True))
     return tuple(next(grads) if is_needed else None for is_needed in needed)

@@ -36,6 +36,7 @@ class Layouts:
         signature: Sizes on which the speed of the kernels depends; None where they do not support the chain.
         refusal: Why the fused kernels do not support the chain, or None where they do.
         decodable: Whether the kernel for few tokens supports the chain.
+        intermediates: Numbers per token of all intermediates between the factors.
         lookup: How rows of the matrix are looked up.
     """
 
@@ -45,6 +46,7 @@ class Layouts:
     signature: Signature | None
     refusal: str | None
     decodable: bool
+    intermediates: int
     lookup: LookupLayout
 
 
@@ -68,6 +70,7 @@ def _derive_layouts(chain: Chain) -> Layouts:
         signature=None if strided is None else strided.signature,
         refusal=refusal,
         decodable=strided is not None and is_decodable(strided),
+        intermediates=sum(chain.size(f.batch_axes + f.shared_axes + f.out_axes) for f in chain.factors[:-1]),
         lookup=lookup_layout(chain),
     )
     object.__setattr__(chain, "cache", layouts)

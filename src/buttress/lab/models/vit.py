@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress import ShapeError
+from buttress import ShapeError, side_by_side
 from buttress.lab.models.mlp import Block, start_
 
 
@@ -45,7 +45,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        q, k, v = (to(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v))
+        joint = side_by_side((self.to_q, self.to_k, self.to_v), h)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joint)
         y = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v, is_causal=self.causal, scale=self.scale)
         return x + self.to_out(y.transpose(1, 2).flatten(2))
 
