@@ -13,7 +13,8 @@ graph.
 from torch's profiler, so they add up to less than the step where the GPU waits, and `rest_ms` is the difference. The
 kind of a kernel follows from its name by the rules in `RULES`; a kernel that no rule knows counts as "other" and is
 named in `unknown` with its share of the profiled time. Intermediates that are recomputed in the backward pass count as
-"forward". Peak memory is what torch allocated at most, from the first step to the last.
+"forward"; "on_chip" is the kernel that applies a pair of factors on the chip, in either direction. Peak memory is what
+torch allocated at most, from the first step to the last.
 
 On a CPU the rules see torch's operators, and the times are those of a small model that tests this script; nothing is
 written unless --out says where.
@@ -22,6 +23,7 @@ written unless --out says where.
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import sys
 import time
@@ -52,9 +54,10 @@ NAMED_SHARE = 0.001
 """Smallest share of the profiled time at which an unknown kernel is named."""
 
 RULES: tuple[tuple[str, str], ...] = (
-    # Our kernels, by the names of the functions in ops/fused/kernels.py.
+    # Our kernels, by the names of the functions in ops/fused/kernels.py and ops/on_chip.
     ("forward", r"^(forward|decode)(_\w+)?$"),
-    ("backward", r"^(backward|reduce_gradients)(_\w+)?$"),
+    ("backward", r"^(backward|reduce_gradients|weight_gradients)(_\w+)?$"),
+    ("on_chip", r"^(apply_pair|arrange_weights)$"),
     ("optimizer", r"multi_tensor_apply|FusedAdam|_fused_adam|_foreach_"),
     ("attention", r"flash|fmha|sdpa|attention"),
     ("gemm", r"nvjet|gemm|gemv|cutlass|cublas|xmma|wgmma|splitK|^triton_tem|^aten::(mm|bmm|addmm|baddbmm)$"),
@@ -64,7 +67,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("other", r"^(autograd::|torch::|Optimizer|ProfilerStep)|Backward0?$|Function$|^(cuda|cu)[A-Z]|spin_kernel"),
 )
 """Kinds of kernels by regular expressions, of which the first that matches a name decides."""
-KINDS = ("forward", "backward", "gemm", "compiled", "eager", "attention", "optimizer", "other")
+KINDS = ("forward", "backward", "on_chip", "gemm", "compiled", "eager", "attention", "optimizer", "other")
 """Kinds in the order of the columns."""
 
 
@@ -146,6 +149,9 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, object]:
     on_gpu = device.type == "cuda"
     warm, steps, windows = (WARM, STEPS, WINDOWS) if on_gpu else (1, 1, 1)
     run = run_of(model, options)
+    # A trainer is in reference cycles: without this, the last model's memory would count for this one.
+    gc.collect()
+    torch.compiler.reset()
     trainer = Trainer(run, RandomTokens(device, run.context, options.vocabulary), device, compiled=on_gpu)
     if on_gpu:
         torch.cuda.empty_cache()

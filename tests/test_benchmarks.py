@@ -136,7 +136,8 @@ def step():
 
 KERNELS = {
     "forward": ["forward", "forward_pair", "decode_pair"],
-    "backward": ["backward", "reduce_gradients"],
+    "backward": ["backward", "reduce_gradients", "weight_gradients"],
+    "on_chip": ["apply_pair", "arrange_weights"],
     "gemm": [
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "void cublasLt::splitKreduce_kernel<32, 16>",
@@ -170,11 +171,18 @@ def test_kernels_have_the_kinds_that_their_names_say(step):
 def test_our_kernels_are_among_the_rules(step):
     triton = pytest.importorskip("triton")
     from buttress.ops.fused import kernels
+    from buttress.ops.on_chip import source
 
-    # Kernels that are launched, unlike what they call, take the programs' arguments; their names are public.
-    names = [n for n, f in vars(kernels).items() if isinstance(f, triton.runtime.KernelInterface) and n[0] != "_"]
+    # Functions that kernels call, unlike those that are launched, are private or come from other modules.
+    functions = {n: f for n, f in vars(kernels).items() if isinstance(f, triton.runtime.KernelInterface)}
+    names = [n for n, f in functions.items() if n[0] != "_" and f.fn.__module__ == kernels.__name__]
     assert len(names) >= 5
     assert {step.kind_of(name) for name in names} == {"forward", "backward"}
+    assert [step.kind_of(n) for n in (source.ARRANGE, source.APPLY, source.GRADIENTS)] == [
+        "on_chip",
+        "on_chip",
+        "backward",
+    ]
 
 
 def test_unknown_kernels_are_named_with_their_share(step):
