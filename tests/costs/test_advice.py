@@ -51,7 +51,7 @@ def test_advice_measured_here() -> None:
 
 
 def test_notes_on_slices_that_another_split_would_align() -> None:
-    note = 'btt(rank=4): slices of 38 numbers are not multiples of 8: split="aligned" gives 32 at +8.6 % MACs'
+    note = 'btt(rank=4): slices of 38 outputs are not multiples of 8: split="aligned" gives 32 at +8.6 % MACs'
     aligned = bt.BTT(rank=4, split="aligned")
     chain, other = bt.BTT(rank=4).chain(1216, 1216), aligned.chain(1216, 1216)
     assert (chain.sizes["a"], other.sizes["a"]) == (38, 32)
@@ -62,10 +62,14 @@ def test_notes_on_slices_that_another_split_would_align() -> None:
     assert f"note: {note}\n" in str(advice)
     assert alignment_note(bt.BTT(), 768, 3072) is None, "32 and 64 numbers"
     assert alignment_note(bt.BTT(), 12, 12) is None, "nothing aligned is near"
+    assert alignment_note(bt.BTT(), 100, 110) is None, "39 % more MACs"
+    one = alignment_note(bt.BTT(), 1216, 4864)
+    assert one is not None
+    assert "slices of 76 outputs are" in one
     assert alignment_note(bt.Sum(bt.BTT(), bt.LowRank(rank=2)), 1216, 1216) is None
     both = alignment_note(bt.BTT(split=((40, 25), (30, 50))), 1000, 1500)
     assert both is not None
-    assert "slices of 25 and 50 numbers" in both
+    assert "slices of 25 inputs and 50 outputs" in both
     assert "gives 40 and 32 at -6.0 % MACs" in both
 
 
