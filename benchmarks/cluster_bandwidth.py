@@ -4,7 +4,7 @@ Every program holds a tile in shared memory. In one kernel each reads the tiles 
 the other it reads as many bytes from a buffer that fits the L2 cache. If shared memory of a neighbor is not read faster
 than L2, there is nothing to gain from dividing the intermediate z of a wide layer among a cluster.
 
-Writes <out>/cluster_bandwidth.csv. `make trial-gpu`
+Writes cluster_bandwidth.csv into the folder of the GPU's records, or into --out. `make trial-gpu`
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 from files import write_csv
+from gpus import require_on_chip, results_folder
 
 from buttress.ops.measuring import graph_sample_ms
 from buttress.ops.on_chip.compiling import machine_code
-from buttress.ops.on_chip.launches import Kernel
+from buttress.ops.on_chip.launches import Kernel, current_stream
 
 TILE_BYTES, THREADS, ROUNDS, L2_TILES = 128 << 10, 512, 64, 192
 SOURCE = """
@@ -80,8 +81,9 @@ def text(cluster: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/h200"))
+    parser.add_argument("--out", type=Path, help="folder to write to; by default that of this GPU's records")
     options = parser.parse_args()
+    require_on_chip((9, 0))
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     programs = torch.cuda.get_device_properties(device).multi_processor_count
@@ -90,7 +92,7 @@ def main() -> None:
         kernel = Kernel(machine_code(text(cluster), "sm_90"), "read_neighbors", TILE_BYTES, device)
         # As many clusters as run at a time: multiprocessors come in groups whose sizes need not be multiples of theirs.
         config = kernel.config(programs // cluster * cluster, THREADS, cluster)
-        count = cluster * kernel.kernel.occupancy.max_active_clusters(config)
+        count = cluster * kernel.kernel.occupancy.max_active_clusters(config, stream=current_stream())
         out = torch.empty(count * THREADS * 4, dtype=torch.int32, device=device)
         ms = graph_sample_ms(lambda: kernel.launch(count, THREADS, out, cluster=cluster), device).ms  # noqa: B023
         rows.append({"reads": f"neighbors in clusters of {cluster}", "programs": count, "ms": round(ms, 4)})
@@ -102,7 +104,7 @@ def main() -> None:
     for row in rows:
         row["TB/s"] = round(float(row["programs"]) * ROUNDS * TILE_BYTES / float(row["ms"]) / 1e9, 2)
         print(row, flush=True)
-    write_csv(options.out / "cluster_bandwidth.csv", rows)
+    write_csv((options.out or results_folder()) / "cluster_bandwidth.csv", rows)
 
 
 if __name__ == "__main__":

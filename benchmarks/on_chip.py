@@ -5,12 +5,14 @@ with the launch options that are likely to be fast, and timed as medians over re
 before each. The same passes by the Triton kernels have nothing to save (forward) and frozen weights (gradient of x).
 Then training steps are timed: with z on the chip and the best options, with z in memory, and of nn.Linear.
 
-Writes <out>/on_chip.csv, a row for each pass and launch options. `make trial-gpu`
+Writes on_chip.csv, a row for each pass and launch options, into the folder of the GPU's records or into --out. Layers
+that the file has are not measured again, so a trial that was stopped resumes. `make trial-gpu`
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from files import write_csv
+from gpus import require_on_chip, results_folder
 from torch import Tensor
 
 import buttress as bt
@@ -38,12 +41,14 @@ CHECKED = 256
 
 
 def cases() -> Iterator[tuple[bt.Structure, int, int]]:
-    """Layers, smallest first: those of docs/results/layer-speed.md and of GPT-2."""
-    for width in (1024, 2048, 4096):
-        for rank in (1, 2, 4):
-            yield bt.BTT(rank=rank), width, width
+    """Layers of docs/results/layer-speed.md and of GPT-2, those first that matter most to a transformer."""
+    for rank in (1, 2, 4):
+        yield bt.BTT(rank=rank), 1024, 1024
     for d_in, d_out in ((1280, 1280), (1280, 5120), (5120, 1280)):
         yield bt.BTT(rank=4), d_in, d_out
+    for width in (2048, 4096):
+        for rank in (1, 4, 2):
+            yield bt.BTT(rank=rank), width, width
     for d_in, d_out in ((1216, 4864), (4864, 1216)):
         yield bt.BTT(rank=4, split="aligned"), d_in, d_out
 
@@ -51,6 +56,20 @@ def cases() -> Iterator[tuple[bt.Structure, int, int]]:
 def relative(result: Tensor, exact: Tensor) -> float:
     """Relative error; NaN if anything is."""
     return float((result.double() - exact).norm() / exact.norm())
+
+
+def label_of(structure: bt.Structure, d_in: int, d_out: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The columns that name a layer."""
+    sizes = {"d_in": d_in, "d_out": d_out, "tokens": options.tokens}
+    return {"structure": str(structure), **sizes, "dtype": options.dtype}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier trial."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 class Trial:
@@ -67,7 +86,7 @@ class Trial:
         self.options, self.device = options, torch.device(options.device)
         dtype = getattr(torch, options.dtype)
         self.chain = structure.chain(d_in, d_out)
-        self.label = {"structure": str(structure), "d_in": d_in, "d_out": d_out, "tokens": options.tokens}
+        self.label = label_of(structure, d_in, d_out, options)
         self.x = torch.randn(options.tokens, d_in, device=self.device, dtype=dtype)
         self.dy = torch.randn(options.tokens, d_out, device=self.device, dtype=dtype)
         self.factors = [
@@ -179,7 +198,7 @@ class Trial:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/h200"))
+    parser.add_argument("--out", type=Path, help="folder to write to; by default that of this GPU's records")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--candidates", type=int, default=8, help="launch options to try for each pass")
@@ -191,16 +210,20 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = arguments().parse_args()
+    require_on_chip()
     torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-    rows: list[dict[str, Any]] = []
+    path = (options.out or results_folder()) / "on_chip.csv"
+    rows = rows_of(path)
     for structure, d_in, d_out in cases():
-        if options.only not in f"{structure} {d_in} -> {d_out}":
+        label = {name: str(value) for name, value in label_of(structure, d_in, d_out, options).items()}
+        is_done = any(label.items() <= {name: str(value) for name, value in row.items()}.items() for row in rows)
+        if is_done or options.only not in f"{structure} {d_in} -> {d_out}":
             continue
         trial = Trial(structure, d_in, d_out, options)
         trial.run()
         print(trial.summary(), flush=True)
         rows += trial.rows
-        write_csv(options.out / "on_chip.csv", rows)  # after each layer, so that nothing is lost
+        write_csv(path, rows)  # after each layer, so that nothing is lost
 
 
 if __name__ == "__main__":

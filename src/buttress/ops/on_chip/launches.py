@@ -150,7 +150,7 @@ class Kernel:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        self.kernel = ObjectCode.from_cubin(code).get_kernel(name)
+        self.name, self.kernel = name, ObjectCode.from_cubin(code).get_kernel(name)
         self.shared_bytes = shared_bytes
         self.configs: dict[tuple[int, int, int | None], Any] = {}
         # A launch may ask for more than 48 KiB only if the kernel allows it.
@@ -174,8 +174,10 @@ class Kernel:
 
         _make_context_current()
         values = [a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments]
-        stream = _stream(torch.cuda.current_stream().cuda_stream)
-        launch(stream, self.config(programs, threads, cluster), self.kernel, *values)
+        try:
+            launch(current_stream(), self.config(programs, threads, cluster), self.kernel, *values)
+        except Exception as error:  # the errors of cuda.core share no class
+            raise ButtressError(f"{self.name} could not be launched with {programs} programs: {error}") from error
 
     def config(self, programs: int, threads: int, cluster: int | None = None) -> Any:
         """What a launch with these numbers asks for."""
@@ -217,6 +219,11 @@ def _kernel(text: str, name: str, shared_bytes: int, device: torch.device) -> Ke
             f"{device} does not load the on-chip kernels, which were compiled for sm_{major}{minor}: {error}; "
             "without cuda-core, the other kernels are used"
         ) from error
+
+
+def current_stream() -> Any:
+    """torch's current stream, for cuda.core."""
+    return _stream(torch.cuda.current_stream().cuda_stream)
 
 
 @lru_cache(maxsize=64)
