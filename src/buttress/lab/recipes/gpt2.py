@@ -147,9 +147,16 @@ def gpt2_muon_small() -> Iterator[Run]:
 
 def _adam_and_muon(dense: Run, btt: Run) -> Iterator[Run]:
     """Both runs with AdamW and with Muon, and BTT with Muon without normalized weights."""
+    yield dense
+    yield btt
+    yield _muon(dense)
+    yield _muon(btt)
+    yield replace(_muon(btt), normalize=False)
+
+
+def _muon(adam: Run) -> Run:
     # The quarter of GPT2's FFN is Adam's ratio of rates for four times the inputs; Muon's is its square root.
-    muon = {"optimizer": "muon", "lr": 10 * dense.lr, "adam_scale": 0.1, "down_scale": 0.5}
-    yield from (dense, btt, replace(dense, **muon), replace(btt, **muon), replace(btt, **muon, normalize=False))
+    return replace(adam, optimizer="muon", lr=10 * adam.lr, adam_scale=0.1, down_scale=0.5)
 
 
 @recipe
