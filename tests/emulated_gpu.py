@@ -109,7 +109,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def kernel(text: str, name: str, shared_bytes: int, device: object) -> EmulatedKernel:
         return EmulatedKernel(text, name, shared_bytes, folder)
 
-    launches._apply_plan.cache_clear()
+    launches.apply_plan.cache_clear()
     launched.clear()
     monkeypatch.setattr(launches, "_kernel", kernel)
     monkeypatch.setattr(launches, "_multiprocessors", lambda device: MULTIPROCESSORS)

@@ -58,7 +58,6 @@ def test_the_tokens_of_transformers(build: Callable[[], Any], is_structured: boo
                        wanted(model, ids[:, -2:], torch.ones(batch, 2).long(), 5))  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_compiled_step(batch: int) -> None:
     model = built(llama, True)

@@ -11,7 +11,6 @@ import buttress as bt
 from buttress.integrations.single_token import compiled
 
 # torch calls its own deprecated function while it compiles.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
 def external_matmuls(code: str) -> int:

@@ -35,7 +35,6 @@ def test_compile_and_export(structure, number, width) -> None:
     torch.testing.assert_close(exported(more), module(more))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compile_with_the_default_backend() -> None:
     torch._dynamo.reset()
     module = bt.StructuredEmbedding(50, 24, bt.BTT(rank=2))

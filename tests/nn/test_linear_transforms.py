@@ -154,7 +154,6 @@ def test_compile_with_a_dynamic_batch(structure, d_in, d_out):
 
 
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compile_with_the_default_backend():
     layer = double(bt.BTT(rank=2), 20, 30, normalize=True)
     check_compiled(layer, torch.compile(layer, fullgraph=True), 20, 5)

@@ -19,6 +19,7 @@ from buttress.core.chain_sum import AnyChain
 from buttress.errors import ButtressError, ShapeError
 from buttress.ops import bmm, flops, fused, reference, saving, speeds
 from buttress.ops.activations import activated, check_activation
+from buttress.ops.captures import is_exporting
 from buttress.ops.framing import autocast_dtype, by_part
 from buttress.ops.fused import graphed
 from buttress.ops.layouts import layouts_of
@@ -158,7 +159,7 @@ def fastest(chain: Chain, x: Tensor) -> Impl:
         measure_at_first_use(chain, x)
     if fused.preferred(chain, x):
         return "triton"
-    return "reference" if _EXPORT_FIXES_BATCH_OF_VIEWS and torch.compiler.is_exporting() else "bmm"
+    return "reference" if _EXPORT_FIXES_BATCH_OF_VIEWS and is_exporting() else "bmm"
 
 
 def dense(chain: AnyChain, factors: Sequence[Tensor], *, impl: Impl | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from buttress.core.chain import Chain
 from buttress.ops.activations import activated, activation_backward
 from buttress.ops.bmm_layout import BmmFactor, BmmLayout
+from buttress.ops.captures import is_exporting
 from buttress.ops.framing import read_window, scaled_factors
 from buttress.ops.layouts import layouts_of
 
@@ -102,7 +103,7 @@ def _traced(compute: Callable[..., Tensor], recompute: bool, *tensors: Tensor | 
         recompute
         and torch.is_grad_enabled()
         and torch.compiler.is_dynamo_compiling()
-        and not torch.compiler.is_exporting()  # an exported program has no backward pass
+        and not is_exporting()  # an exported program has no backward pass
         and not torch._C._are_functorch_transforms_active()
     ):
         y: Tensor = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)

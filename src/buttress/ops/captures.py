@@ -1,4 +1,4 @@
-"""CUDA graph captures, in which nothing can be compiled or copied from the host."""
+"""What records operations to run them later: CUDA graph captures and torch.export."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def forbid_in_capture() -> None:
             "a CUDA graph capture cannot compile the fused kernels of this layer: run the same step once before the "
             "capture, and put bt.graphed() around both"
         )
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces this code.
+
+    Before torch 2.13, torch.compile takes `torch.compiler.is_exporting()` for true; it reads the flag itself as it is.
+    """
+    return torch.compiler._is_exporting_flag

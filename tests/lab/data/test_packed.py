@@ -53,7 +53,6 @@ class TestReading:
         assert task.y.tolist() == labels.ravel().tolist()
         assert (task.epoch, len(task.test_x)) == (18, 6)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
     def test_a_compiled_run_compiles_the_augmentation_once_and_draws_the_same(self, packed: Path) -> None:
         eager, task = cifar(packed), cifar(packed)
         run = Run(task="cifar10", width=8, batch=6, steps=2, smoothing=0.1)

@@ -292,7 +292,6 @@ class TestOnTheGpu:
     def test_real_sizes(self, structure: bt.Structure, d_in: int, d_out: int, tokens: int, dtype: torch.dtype) -> None:
         check_int8(structure, d_in, d_out, tokens, dtype, biased=True)
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
     def test_a_layer_eager_compiled_and_in_a_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
         launched: list[object] = []
         launch = Launch.__call__

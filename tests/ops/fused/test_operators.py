@@ -172,7 +172,6 @@ def test_under_a_dispatch_mode_the_kernels_reject_what_they_reject_elsewhere() -
 class TestOnTheGpu:
     pytestmark = pytest.mark.gpu
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
     def test_layer_trains_compiled_under_autocast_and_in_a_graph(self) -> None:
         layer = bt.StructuredLinear(4096, 4096, bt.BTT(rank=2), normalize=True, device="cuda")
         x = torch.randn(32768, 4096, device="cuda")

@@ -15,6 +15,7 @@ from torch import Tensor
 from buttress.core.chain import Chain
 from buttress.errors import ButtressError
 from buttress.ops import flops
+from buttress.ops.captures import is_exporting
 from buttress.ops.fused import availability
 from buttress.ops.fused.checks import DTYPES, check_int8_operands, require_strided
 from buttress.ops.fused.selection import needs_torch_operations
@@ -54,7 +55,7 @@ def takes(chain: Chain, x: Tensor, bias: Tensor | None) -> bool:
     if x.dtype not in DTYPES or not layouts_of(chain).decodable:
         return False
     # An exported program runs without this package, and leaves the number of tokens open.
-    if needs_torch_operations() or torch.compiler.is_exporting():
+    if needs_torch_operations() or is_exporting():
         return False
     learns = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     return x.shape[0] <= MAX_DECODE_TOKENS and not learns

@@ -65,7 +65,7 @@ def apply(
     y = x.new_empty(tokens, sizes.d_out)
     if not tokens:
         return y
-    plan = _apply_plan(sizes, options, x.dtype, x.device, bool(scales), bias is not None, transposed)
+    plan = apply_plan(sizes, options, x.dtype, x.device, bool(scales), bias is not None, transposed)
     arranged = x.new_empty(plan.arranged_numbers)
     plan.arrange.launch(plan.arranging_programs, ARRANGING_THREADS, *weights, arranged)
     programs = min(ceil_div(tokens, 16 * options.tiles), options.programs * _multiprocessors(x.device))
@@ -122,10 +122,11 @@ class ApplyPlan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _apply_plan(
+def apply_plan(
     sizes: PairSizes, options: ApplyOptions, dtype: torch.dtype, device: torch.device, scaled: bool, biased: bool,
     transposed: bool,
 ) -> ApplyPlan:  # fmt: skip
+    """The plan for a layer, kept for its next call; arguments as for `apply` and `source.apply_text`."""
     text = source.apply_text(sizes, options, dtype, scaled=scaled, biased=biased, transposed=transposed)
     numbers = options.arranged_numbers(sizes)
     return ApplyPlan(
