@@ -212,8 +212,8 @@ MUTATIONS = (
     Mutation(
         "no cushion for rounding in bfloat16",
         "optim/orthogonalization.py",
+        "CUSHION = 1.05",
         "CUSHION = 1.01",
-        "CUSHION = 1.0",
         ORTHOGONALIZATION,
     ),
     Mutation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import buttress as bt
 from buttress import ops
@@ -36,3 +37,27 @@ def test_the_last_factor_applied_to_it_gives_the_output(structure: bt.Structure)
     order = [(last.batch_axes + last.shared_axes + last.out_axes).index(a) for a in chain.y]
     y = y.permute(0, *(1 + i for i in order)).flatten(1)[:, :22]
     torch.testing.assert_close(y, ops.apply(chain, x, factors, impl="bmm"))
+
+
+class Reference(nn.Module):
+    """A layer that uses the reference implementation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = bt.StructuredLinear(12, 12, bt.BTT(cores=3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.apply(self.layer.chain, x, self.layer.stored_factors(), impl="reference")
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+def test_an_exported_program_takes_any_number_of_tokens_next_to_opt_einsum() -> None:
+    """With three operands or more, opt_einsum chooses an order for the number of tokens that it sees."""
+    pytest.importorskip("opt_einsum")
+    assert torch.backends.opt_einsum.enabled
+    model = Reference()
+    shapes = ({0: torch.export.Dim("tokens", min=1, max=1 << 20)},)
+    program = torch.export.export(model, (torch.randn(30, 12),), dynamic_shapes=shapes)
+    for tokens in (1, 77):
+        x = torch.randn(tokens, 12)
+        torch.testing.assert_close(program.module()(x), model(x))

@@ -10,7 +10,7 @@ import buttress as bt
 from buttress.optim.orthogonalization import QUINTIC, minimax_coefficients, orthogonalize, spectral_norm_bounds
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (5, 3), (3, 5), (16, 16), (24, 32), (3, 1, 1), (4, 48, 6), (4, 6, 48), (2, 3, 9, 8)]
-ERROR = 2e-3
+ERROR = 5e-3
 """Largest distance of a singular value from 1 after the default number of steps, where it was at least a thousandth."""
 
 
@@ -41,7 +41,7 @@ def test_it_is_the_polar_factor(shape: tuple[int, ...]) -> None:
         assert spectral(y - polar(x)) < ERROR
 
 
-@pytest.mark.parametrize(("steps", "error"), [(5, 0.13), (6, ERROR), (7, 1e-5), (9, 1e-5)])
+@pytest.mark.parametrize(("steps", "error"), [(5, 0.18), (6, ERROR), (7, 2e-5), (9, 1e-5)])
 @pytest.mark.parametrize("smallest", [2e-3, 1e-1])  # of a norm that is below twice the largest
 def test_the_error_is_that_of_the_polynomials(steps: int, error: float, smallest: float) -> None:
     torch.manual_seed(0)
@@ -87,9 +87,20 @@ def test_bfloat16_does_not_overshoot(shape: tuple[int, ...]) -> None:
         assert 0.98 < spectral(orthogonalize(x.bfloat16())) < 1.02
 
 
+@pytest.mark.parametrize("shape", [(2, 8), (4, 8), (16, 64), (128, 128)], ids=str)
+def test_bfloat16_converges_for_any_singular_values(shape: tuple[int, int]) -> None:
+    """Gradients in training have one large singular value and a few small ones, which random matrices do not have."""
+    torch.manual_seed(0)
+    count = max(1, 2**16 // (shape[0] * shape[1]))
+    u, _, vh = torch.linalg.svd(torch.randn(count, *shape), full_matrices=False)
+    spread = 7 * torch.rand(count, 1)
+    x = u * torch.exp(-spread * torch.rand(count, shape[0])).unsqueeze(-2) @ vh
+    assert spectral(orthogonalize(x.bfloat16())) < 1.02
+
+
 def test_each_polynomial_is_the_nearest_to_one() -> None:
     """Its error has one size at four points with alternating signs, so that no odd quintic is nearer."""
-    low, high = 1e-3, 1.01
+    low, high = 1e-3, 1.05
     a, b, c = minimax_coefficients(1)[0]
     x = torch.linspace(low, high, 100_001, dtype=torch.float64)
     error = 1 - (a * x + b * x**3 + c * x**5)

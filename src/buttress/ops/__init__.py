@@ -1,8 +1,8 @@
 """Applying a chain to tensors: `apply` multiplies by its matrix, `rows` looks up rows of it.
 
-`apply` has three interchangeable implementations: `reference` is the definition (one einsum), `bmm` runs everywhere,
-and `triton` is the fused kernels, chosen automatically where they were measured to be faster. An implementation that
-cannot compute the result raises an error.
+`apply` has three interchangeable implementations: `reference` is the definition (an einsum for each factor), `bmm` runs
+everywhere, and `triton` is the fused kernels, chosen automatically where they were measured to be faster. An
+implementation that cannot compute the result raises an error.
 """
 
 from __future__ import annotations

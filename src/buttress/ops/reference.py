@@ -1,4 +1,4 @@
-"""The reference implementation, which defines a chain's matrix: one einsum over its axes, not optimized."""
+"""The reference implementation, which defines a chain's matrix: an einsum for each factor, not optimized."""
 
 from __future__ import annotations
 
@@ -60,15 +60,19 @@ def _einsum(chain: Chain, x: Tensor, factors: Sequence[Tensor], out_axes: Axes, 
     axes = chain.x
     if chain.window:
         z, axes = read_window(chain, z)
-    operands: list[Tensor | list[int]] = [z, [0, *(number[a] for a in axes)]]
+    held = [0, *(number[a] for a in axes)]
     for i, factor in enumerate(chain.factors[: count + 1]):
         if factor.regroup:
             old, new = factor.regroup
-            z = torch.einsum(*operands, [0, *(number[a] for a in old)])
-            z = z.reshape(-1, *(chain.sizes[a] for a in new))
-            operands = [z, [0, *(number[a] for a in new)]]
+            z = torch.einsum(z, held, [0, *(number[a] for a in old)]).reshape(-1, *(chain.sizes[a] for a in new))
+            held = [0, *(number[a] for a in new)]
         if i < count:
+            # One factor at a time: for more operands, opt_einsum chooses an order by the sizes, and fixes the number
+            # of tokens of an exported program.
             unfolded = factors[i].reshape([chain.sizes[a] for a in factor.axes])
-            operands += [unfolded, [number[a] for a in factor.axes]]
-    result: Tensor = torch.einsum(*operands, [0, *(number[a] for a in out_axes)])
+            summed = {number[a] for a in factor.in_axes}
+            result_axes = [a for a in held if a not in summed] + [number[a] for a in factor.out_axes]
+            z = torch.einsum(z, held, unfolded, [number[a] for a in factor.axes], result_axes)
+            held = result_axes
+    result: Tensor = torch.einsum(z, held, [0, *(number[a] for a in out_axes)])
     return result

@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
         betas: Adam's decay rates.
         eps: Adam's smallest divisor.
         coefficients: Coefficients of the steps of the orthogonalization. Default: `minimax_coefficients()`, which
-            gives singular values between 0.998 and 1.002 in float32, for condition numbers up to 100.
+            gives singular values between 0.995 and 1.005 in float32, for condition numbers up to 100.
         dtype: Data type of the orthogonalization. Default: bfloat16 on a GPU; elsewhere float32, or float64 for
             parameters of that type.
         bound: Largest change of the matrix of a structured layer in one step, in spectral norm and without weight

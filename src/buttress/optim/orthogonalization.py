@@ -19,8 +19,9 @@ a x + b x^3 + c x^5."""
 QUINTIC: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5
 """The coefficients of the first Muon: singular values end between about 0.7 and 1.2."""
 
-CUSHION = 1.01
-"""How far above their bound singular values may be, by rounding in bfloat16."""
+CUSHION = 1.05
+"""How far above their bound singular values may be, by rounding in bfloat16: 1.5 % was seen. What is above the bound
+all the same grows more than tenfold in each step, without limit."""
 
 SQUARINGS = 4
 """Squarings of the Gram matrix in `spectral_norm_bounds`."""
