@@ -17,8 +17,8 @@ MUTATIONS = (
     Mutation(
         "the reference flattens a regroup in another order",
         "ops/reference.py",
-        "z = torch.einsum(*operands, [0, *(number[a] for a in old)])",
-        "z = torch.einsum(*operands, [0, *(number[a] for a in reversed(old))])",
+        "torch.einsum(z, held, [0, *(number[a] for a in old)])",
+        "torch.einsum(z, held, [0, *(number[a] for a in reversed(old))])",
         FRAMING,
     ),
     Mutation(

@@ -210,7 +210,7 @@ MUTATIONS = (
         ("tests/optim/test_muon_processes.py",),
     ),
     Mutation(
-        "no cushion for rounding in bfloat16",
+        "a cushion too thin for rounding in bfloat16",
         "optim/orthogonalization.py",
         "CUSHION = 1.05",
         "CUSHION = 1.01",

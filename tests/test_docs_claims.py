@@ -34,15 +34,18 @@ def curves(metric: str) -> dict[str, Curve]:
     """Training seconds and mean errors of each structure, read from the files without the package."""
     errors: dict[tuple[str, int], list[float]] = {}
     times: dict[tuple[str, int], tuple[str, float]] = {}
-    for name in ("mlp-scaling", "mlp-scaling-seed-1"):
-        for line in (ROOT / f"results/h200/lab/{name}.jsonl").read_text().splitlines():
+    seeds = (f"h200/lab/mlp-scaling{seed}.jsonl" for seed in ("", "-seed-1", "-seed-2"))
+    for name in (*seeds, "cpu/lab/mlp-differences.jsonl"):
+        for line in (ROOT / "results" / name).read_text().splitlines():
             record = json.loads(line)
-            run, results = record["run"], record["results"]
+            run, results, environment = record["run"], record["results"], record["made_on"]
+            if "split" in run["structure"]:
+                continue
             key = run["structure"] or "dense", record["macs"]
             errors.setdefault(key, []).append(results[metric])
-            times[key] = max(
-                times.get(key, ("", 0.0)), (record["made_on"]["buttress"], run["steps"] * results["step_ms"] / 1e3)
-            )
+            if "H200" in environment["device"] and environment.get("at_once", "1") == "1":
+                seconds = run["steps"] * results["step_ms"] / 1e3
+                times[key] = max(times.get(key, ("", 0.0)), (environment["buttress"], seconds))
     lines: dict[str, list[tuple[int, float, float]]] = {}
     for (structure, macs), values in sorted(errors.items()):
         lines.setdefault(structure, []).append((macs, times[structure, macs][1], sum(values) / len(values)))
@@ -138,8 +141,9 @@ def test_noise_between_seeds() -> None:
 
     from buttress.lab.analysis.lines import points
 
-    models = [p.seeds for line in points(mlp_scaling()).values() for p in line]
-    assert (len(models), models.count(1), models.count(2)) == (26, 12, 14), "the page says so"
+    models = [p.by_seed for line in points(mlp_scaling()).values() for p in line]
+    assert sorted(map(len, models)) == [2] * 5 + [3] * 21
+    assert "Of the 26 models 21 have three seeds and five have two" in CIFAR
     assert f"the train error varies by {100 * noise('train_error'):.1f} % of its value" in CIFAR
     assert f"the test error by {100 * noise('test_error'):.1f} %" in CIFAR
 
@@ -233,15 +237,32 @@ def test_sums_are_ahead_of_their_parts_as_the_page_says() -> None:
                 assert f"{gain:.2f} at {100 * float(mine['kept']):.0f} %" in page
 
 
-def test_the_effect_of_the_greedy_split() -> None:
+@pytest.mark.parametrize("width", [256, 1024])
+def test_the_effects_of_the_authors_choices(width: int) -> None:
     from generation.cifar_differences import by_model
 
     page = (DOCS / "results/cifar.md").read_text()
-    for metric, words in (("test_error", "test error by"), ("train_error", "train error by")):
-        even, greedy = ([r.results[metric] for r in by_model()[256, change]] for change in ("", "split='greedy'"))
-        assert len(even) == len(greedy) == 3
-        error = (np.var(even, ddof=1) / 3 + np.var(greedy, ddof=1) / 3) ** 0.5
-        assert f"{words} {np.mean(even) - np.mean(greedy):.2f} ± {error:.2f}" in page
+
+    def differences(metric: str, change: str) -> np.ndarray:
+        plain, changed = ({r.run.seed: r.results[metric] for r in by_model()["btt", width, c]} for c in ("", change))
+        assert sorted(plain) == sorted(changed) == [0, 1, 2]
+        return np.array([changed[seed] - plain[seed] for seed in range(3)])
+
+    greedy = {metric: differences(metric, "split='greedy'") for metric in ("test_error", "train_error")}
+    test, train = (f"{-d.mean():.2f} ± {d.std(ddof=1) / 3**0.5:.2f}" for d in greedy.values())
+    assert (
+        f"At width {width}, the greedy split lowers the test error by {test} points and the train error by {train}."
+        in page
+    )
+    for change in ("schedule=cosine_epochs", "mixup_on=pixels", "resample=bilinear"):
+        assert abs(differences("train_error", change).mean()) < 0.1
+        assert -0.45 < differences("test_error", change).mean() < 0.35, "the page says -0.4 to +0.3"
+    together = "split='greedy', schedule=cosine_epochs, mixup_on=pixels"
+    for metric, alone in greedy.items():
+        assert abs(differences(metric, together).mean() - alone.mean()) < 0.15
+
+
+def test_the_learning_rates_of_both_splits() -> None:
     for split, multipliers in (("even", [32, 24]), ("greedy", [48, 16])):
         chain = bt.BTT(split=split).chain(3072, 256)
         assert [bt.lr_multiplier(f, chain) for f in chain.factors] == multipliers

@@ -7,24 +7,27 @@ from functools import cache
 
 from buttress.lab.analysis import Point
 from buttress.lab.analysis.comparison import Comparison, Estimate, compare_all
+from buttress.lab.analysis.effects import without_changes
 from buttress.lab.analysis.frontier import Frontier
 from buttress.lab.analysis.lines import BASELINE, METRIC_NAMES, LineKey, Metric, points, training_seconds
 from buttress.lab.analysis.point import Against, seed_noise, short
 from buttress.lab.analysis.saturating import fit_saturating
 from buttress.lab.analysis.verdict import verdict
-from buttress.lab.runs.records import Record
+from buttress.lab.runs.records import Record, read_records
 
 from .markdown import table
-from .records import runs
+from .records import RESULTS, runs
 
 METRICS: dict[Metric, str] = {metric: METRIC_NAMES[metric] for metric in ("train_error", "test_error")}
+ON_CPU = RESULTS / "cpu" / "lab" / "mlp-differences.jsonl"
 MINUS = "\N{MINUS SIGN}"
 
 
 @cache
 def mlp_scaling() -> list[Record]:
-    """Return the runs of mlp-scaling in tf32, all seeds."""
-    return [*runs("mlp-scaling"), *runs("mlp-scaling-seed-1")]
+    """Return the runs of mlp-scaling in tf32, all seeds; two were trained on a CPU."""
+    on_cpu = [r for r in read_records(ON_CPU) if r.run == without_changes(r.run)]
+    return [*runs("mlp-scaling"), *runs("mlp-scaling-seed-1"), *runs("mlp-scaling-seed-2"), *on_cpu]
 
 
 PRECISIONS = {"tf32": mlp_scaling, "bf16": cache(lambda: runs("mlp-scaling-bf16"))}

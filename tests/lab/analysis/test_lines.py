@@ -103,6 +103,22 @@ def test_times_are_those_of_the_newest_version(versions: tuple[str, str], second
     assert points(timed)[BTT][0].seconds == seconds
 
 
+def test_times_are_of_the_device_that_trained_the_most_runs() -> None:
+    """Another machine's times do not enter a mean, or stand next to those of the others."""
+    one = record("btt", 64, 10.0, steps=1000)
+
+    def trained(seed: int, device: str, step_ms: float, width: int = 64) -> Record:
+        run, macs = replace(one.run, seed=seed, width=width), one.macs * width
+        return replace(
+            one, run=run, macs=macs, results=one.results | {"step_ms": step_ms}, environment={"device": device}
+        )
+
+    gpus = [trained(0, "NVIDIA H200", 1.0), trained(1, "NVIDIA H200", 2.0)]
+    small, large = points([*gpus, trained(2, "x86_64", 100.0), trained(0, "x86_64", 300.0, width=128)])[BTT]
+    assert (small.seconds, small.seeds) == (1.5, 3)
+    assert (large.seconds, large.seeds) == (None, 1)
+
+
 def test_a_repeated_record_is_no_further_seed() -> None:
     one = record("btt", 64, 10.0)
     failed = Record(one.run, "failed", error="it broke when it was trained again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -79,7 +79,7 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
 
     A point is the mean over seeds at the learning rate that is best for the metric, as in the paper. Its time is the
     mean over the runs that had their device to themselves, of those with the newest version of this library: kernels
-    have become faster.
+    have become faster. Times are of one device, the one that trained the most runs.
 
     Args:
         records: Run records; those of failed runs are ignored.
@@ -89,7 +89,9 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
         The points of each line.
     """
     sizes: dict[tuple[LineKey, int], dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in {r.run: r for r in records if r.status == "done"}.values():
+    done = {r.run: r for r in records if r.status == "done"}.values()
+    device = _commonest_device(done)
+    for record in done:
         sizes[LineKey.of(record.run), record.macs][record.run.lr].append(record)
 
     def errors(seeds: Sequence[Record]) -> tuple[float, ...]:
@@ -98,7 +100,7 @@ def points(records: Iterable[Record], metric: Metric = "train_error") -> dict[Li
     lines: dict[LineKey, list[Point]] = defaultdict(list)
     for (key, macs), rates in sorted(sizes.items(), key=lambda item: item[0][1]):
         best = min(rates.values(), key=lambda seeds: fmean(errors(seeds)))
-        times = _newest_times(best)
+        times = _newest_times(r for r in best if _device(r) == device)
         by_seed = errors(best)
         lines[key].append(Point(macs, fmean(by_seed), fmean(times) if times else None, best[0].run.width, by_seed))
     return {key: lines[key] for key in ordered(lines)}
@@ -109,6 +111,17 @@ def _newest_times(seeds: Iterable[Record]) -> list[float]:
     timed = [(_version(r), seconds) for r in seeds if alone(r) and (seconds := training_seconds(r)) is not None]
     newest = max((version for version, _ in timed), default=())
     return [seconds for version, seconds in timed if version == newest]
+
+
+def _commonest_device(records: Iterable[Record]) -> str:
+    """The device that trained the most runs."""
+    counts = Counter(map(_device, records))
+    return max(counts, key=lambda device: (counts[device], device), default="")
+
+
+def _device(record: Record) -> str:
+    """The device that trained a run; empty if it is not recorded."""
+    return record.environment.get("device", "")
 
 
 def _version(record: Record) -> tuple[int, ...]:
