@@ -35,7 +35,7 @@ TABLES: dict[str, Callable[[], str]] = (
     layer_speed.TABLES | cifar.TABLES | cifar_comparison.TABLES | gpt2.TABLES | compression.TABLES | growing.TABLES
     | versions.TABLES | projection.TABLES | cifar_differences.TABLES | adapters.TABLES
 )  # fmt: skip
-FIGURES = layer_speed.FIGURES | cifar.FIGURES | gpt2.FIGURES
+FIGURES = layer_speed.FIGURES | cifar.FIGURES | cifar_differences.FIGURES | gpt2.FIGURES
 BLOCK = re.compile(r"(<!-- ([\w-]+) -->\n)(?:(?!<!-- [\w-]+ -->).)*?(<!-- end -->)", re.DOTALL)
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from math import sqrt
 from statistics import fmean, stdev
 
-from buttress.lab.analysis import published
+from buttress.lab.analysis import figures, published
 from buttress.lab.analysis.effects import Effect, describe_changes, effects, without_changes
 from buttress.lab.analysis.lines import Metric
 from buttress.lab.runs.records import Record, read_records
@@ -75,3 +75,5 @@ def _error(values: list[float] | tuple[float, ...]) -> str:
 
 
 TABLES = {"cifar_differences": differences_table}
+
+FIGURES = {"cifar_differences.png": lambda: figures.differences(records(), published.MLP["cifar10"].errors)}

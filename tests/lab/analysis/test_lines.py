@@ -113,9 +113,9 @@ def test_times_are_of_the_device_that_trained_the_most_runs() -> None:
             one, run=run, macs=macs, results=one.results | {"step_ms": step_ms}, environment={"device": device}
         )
 
-    gpus = [trained(0, "NVIDIA H200", 1.0), trained(1, "NVIDIA H200", 2.0)]
-    small, large = points([*gpus, trained(2, "x86_64", 100.0), trained(0, "x86_64", 300.0, width=128)])[BTT]
-    assert (small.seconds, small.seeds) == (1.5, 3)
+    gpus = [trained(seed, "NVIDIA H200", 1.0 + seed) for seed in range(3)]
+    small, large = points([*gpus, trained(3, "x86_64", 100.0), trained(0, "x86_64", 300.0, width=128)])[BTT]
+    assert (small.seconds, small.seeds) == (2.0, 4)
     assert (large.seconds, large.seeds) == (None, 1)
 
 
