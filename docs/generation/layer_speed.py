@@ -180,7 +180,33 @@ def nanoseconds(row: dict[str, Any], column: str) -> float:
 
 FIGURES = {"layer_time.png": time_figure}
 
+PASSES = {
+    "forward": "forward, no gradients",
+    "input_gradient": "gradient of x, weights frozen",
+    "weight_gradients": "gradients of the weights",
+    "step": "training step",
+}
+
+
+def on_chip_table() -> str:
+    """Return the fastest right result of each pass in the trial of the on-chip kernels."""
+    trials = rows("h200/on_chip.csv")
+    cells = []
+    for layer in dict.fromkeys((r["structure"], r["d_in"], r["d_out"]) for r in trials):
+        for name, text in PASSES.items():
+            times: dict[str, float] = {}
+            for r in trials:
+                if (r["structure"], r["d_in"], r["d_out"], r["pass"]) == (*layer, name):
+                    kernels = "on chip" if r["kernels"].startswith("on chip") else r["kernels"]
+                    times[kernels] = min(float(r["ms"]), times.get(kernels, float("inf")))
+            faster = ratio(times["triton"] / times["on chip"]) if "triton" in times else ""
+            shown = (milliseconds(times[k]) if k in times else "" for k in ("on chip", "triton", "nn.Linear"))
+            cells.append((f"{layer[0]}, {layer[1]}", text, *shown, faster))
+    return table("layer | pass | on chip, ms | Triton, ms | nn.Linear, ms | speedup over Triton", cells)
+
+
 TABLES = {
+    "on_chip": on_chip_table,
     "speed": summary_table,
     "layers": layers_table,
     "goals": goals_table,
