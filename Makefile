@@ -75,9 +75,9 @@ site: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
 
-# Says why tests were skipped: without cuda-core, those of the on-chip kernels are.
+# Says why tests were skipped: without cuda-core, those of the on-chip kernels are. Compiling takes most of the time.
 test-gpu: $(READY)
-	$(BIN)/pytest -m gpu -rs
+	$(BIN)/pytest -m gpu -rs -n 8 --dist load
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
