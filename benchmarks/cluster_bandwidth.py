@@ -1,4 +1,4 @@
-"""Bandwidth between the multiprocessors of a cluster, next to that of the L2 cache, on a GPU of compute capability 9.
+"""Bandwidth between the multiprocessors of a cluster, next to that of the L2 cache; needs compute capability 9.
 
 Every program holds a tile in shared memory. In one kernel each reads the tiles of the other programs of its cluster, in
 the other it reads as many bytes from a buffer that fits the L2 cache. If shared memory of a neighbor is not read faster
@@ -18,7 +18,7 @@ from gpus import require_on_chip, results_folder
 
 from buttress.ops.measuring import graph_sample_ms
 from buttress.ops.on_chip.compiling import machine_code
-from buttress.ops.on_chip.launches import Kernel, current_stream
+from buttress.ops.on_chip.launches import Kernel, architecture_of, current_stream
 
 TILE_BYTES, THREADS, ROUNDS, L2_TILES = 128 << 10, 512, 64, 192
 SOURCE = """
@@ -86,10 +86,10 @@ def main() -> None:
     require_on_chip((9, 0))
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    programs, architecture = torch.cuda.get_device_properties(device).multi_processor_count, architecture_of(device)
     rows = []
     for cluster in (2, 4, 8):
-        kernel = Kernel(machine_code(text(cluster), "sm_90"), "read_neighbors", TILE_BYTES, device)
+        kernel = Kernel(machine_code(text(cluster), architecture), "read_neighbors", TILE_BYTES, device)
         # As many clusters as run at a time: multiprocessors come in groups whose sizes need not be multiples of theirs.
         config = kernel.config(programs // cluster * cluster, THREADS, cluster)
         count = cluster * kernel.kernel.occupancy.max_active_clusters(config, stream=current_stream())
@@ -98,7 +98,7 @@ def main() -> None:
         rows.append({"reads": f"neighbors in clusters of {cluster}", "programs": count, "ms": round(ms, 4)})
     source = torch.zeros(L2_TILES * TILE_BYTES, dtype=torch.uint8, device=device)
     out = torch.empty(programs * THREADS * 4, dtype=torch.int32, device=device)
-    kernel = Kernel(machine_code(text(2), "sm_90"), "read_l2", 0, device)
+    kernel = Kernel(machine_code(text(2), architecture), "read_l2", 0, device)
     ms = graph_sample_ms(lambda: kernel.launch(programs, THREADS, source, out, L2_TILES), device).ms
     rows.append({"reads": "L2 cache", "programs": programs, "ms": round(ms, 4)})
     for row in rows:

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from files import write_csv
+from gpus import results_folder
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -203,7 +204,7 @@ def main(command: Sequence[str] | None = None) -> None:
     if options.device != "cpu" and not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU, or --device cpu to try it on a small model")
     if options.out is None and options.device != "cpu":
-        options.out = Path("results/h200/step.csv")
+        options.out = results_folder() / "step.csv"
     rows: list[dict[str, object]] = []
     for model in options.models:
         rows.append(measure(model, options))

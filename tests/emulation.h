@@ -58,7 +58,8 @@ inline void resume(int thread) {
 }
 
 struct Mma { float* acc; unsigned a[4], b[2]; };
-struct Matrices { unsigned* registers; const uint16_t* row; bool transposed; };
+struct Matrices { unsigned* registers; const uint16_t* row; };
+struct Transpose { unsigned row, column; };
 inline float number(unsigned bits);
 inline void execute_mma(Fiber* lanes) {
   float a[16][16], b[16][8];
@@ -89,15 +90,26 @@ inline void execute_matrices(Fiber* lanes) {
     }
     for (int lane = 0; lane < 32; lane++) {
       const int i = lane / 4, j = lane % 4 * 2;
-      const bool t = static_cast<Matrices*>(lanes[lane].operands)->transposed;
-      results[lane][matrix] = t ? m[j][i] | m[j + 1][i] << 16 : m[i][j] | m[i][j + 1] << 16;
+      results[lane][matrix] = m[i][j] | m[i][j + 1] << 16;
     }
   }
   for (int lane = 0; lane < 32; lane++)
     std::memcpy(static_cast<Matrices*>(lanes[lane].operands)->registers, results[lane], 16);
 }
 
-static const char *const MMA = "mma", *const MATRICES = "ldmatrix", *const BARRIER_NAME = "barrier";
+inline void execute_transpose(Fiber* lanes) {
+  uint16_t m[8][8];
+  for (int lane = 0; lane < 32; lane++)
+    for (int e = 0; e < 2; e++)
+      m[lane / 4][lane % 4 * 2 + e] = static_cast<Transpose*>(lanes[lane].operands)->row >> 16 * e;
+  for (int lane = 0; lane < 32; lane++) {
+    const int i = lane / 4, j = lane % 4 * 2;
+    static_cast<Transpose*>(lanes[lane].operands)->column = m[j][i] | m[j + 1][i] << 16;
+  }
+}
+
+static const char *const MMA = "mma", *const MATRICES = "ldmatrix", *const TRANSPOSE = "movmatrix";
+static const char* const BARRIER_NAME = "barrier";
 
 // Run lanes of a warp, in any order, until all of them wait or have finished. Execute what they wait for, unless it is
 // a barrier.
@@ -115,6 +127,7 @@ inline bool advance(int warp, unsigned order) {
       fail("lanes of a warp wait for different instructions");
   if (lanes[0].waits_for == BARRIER_NAME) return false;
   if (lanes[0].waits_for == MMA) execute_mma(lanes);
+  else if (lanes[0].waits_for == TRANSPOSE) execute_transpose(lanes);
   else execute_matrices(lanes);
   for (int lane = 0; lane < 32; lane++) lanes[lane].waits_for = nullptr;
   return true;
@@ -176,12 +189,13 @@ INSTRUCTION mma(float* acc, unsigned a0, unsigned a1, unsigned a2, unsigned a3, 
   emulation::wait(emulation::MMA, &operands, __builtin_return_address(0));
 }
 INSTRUCTION load_matrices(unsigned* registers, const uint16_t* row) {
-  emulation::Matrices operands{registers, row, false};
+  emulation::Matrices operands{registers, row};
   emulation::wait(emulation::MATRICES, &operands, __builtin_return_address(0));
 }
-INSTRUCTION load_transposed_matrices(unsigned* registers, const uint16_t* row) {
-  emulation::Matrices operands{registers, row, true};
-  emulation::wait(emulation::MATRICES, &operands, __builtin_return_address(0));
+static __attribute__((noinline)) unsigned transposed(unsigned row) {
+  emulation::Transpose operands{row, 0};
+  emulation::wait(emulation::TRANSPOSE, &operands, __builtin_return_address(0));
+  return operands.column;
 }
 
 inline float emulation::number(unsigned bits) {

@@ -78,6 +78,17 @@ def test_a_trial_of_the_on_chip_kernels_checks_and_times_every_pass(on_chip, mon
     assert "WRONG: forward" in trial.summary()
 
 
+def test_a_trial_passes_over_options_with_one_result_that_is_no_number(on_chip, monkeypatch, tmp_path):
+    """Python's max of 0.001 and NaN is 0.001."""
+    emulate(monkeypatch, tmp_path)
+    command_line = ["--tokens=40", "--dtype=float16", "--candidates=1", "--seconds=0", "--device=cpu"]
+    trial = on_chip.Trial(bt.BTT(rank=2), 32, 48, on_chip.arguments().parse_args(command_line))
+    monkeypatch.setattr(on_chip, "relative", lambda r, e: 1e-3 if r.shape == trial.factors[0].shape else float("nan"))
+    exact = [f.float() for f in trial.factors]
+    assert trial._fastest("weight_gradients", ["option"], exact, lambda option: exact) is None
+    assert trial.rows[-1]["error"] == "nan"
+
+
 @pytest.mark.parametrize("cluster", [2, 8])
 def test_kernels_that_measure_clusters_compile(monkeypatch, cluster):
     pytest.importorskip("cuda.core")

@@ -143,6 +143,22 @@ def test_a_row_is_the_same_after_it_was_json() -> None:
         assert again.best == "triton"
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", None, 1 << 40])
+def test_impossible_launch_options_are_refused(value: object) -> None:
+    """They would fail, or divide by zero, in the first layer that uses them."""
+    data = replace(
+        row(bt.BTT(), 1024, 64, 1.0, 2.0), tuning=Tuning(on_chip=OnChip(ApplyOptions(), None, GradientOptions()))
+    ).as_json()
+    options = data["tuning"]
+    for part in (options["forward"], options["backward"], *filter(None, options["on_chip"].values())):
+        good = part["warps"]
+        part["warps"] = value
+        with pytest.raises(ValueError, match="launch option warps must be a whole number from 1"):
+            speeds.Row.from_json(json.loads(json.dumps(data)))
+        part["warps"] = good
+    assert speeds.Row.from_json(data)
+
+
 def test_a_gpu_without_measured_speeds_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,13 +32,15 @@ def test_candidates_differ_and_include_the_defaults() -> None:
 
 def test_field_names_are_those_of_the_speed_tables() -> None:
     apply = {"tiles": 2, "group": 8, "warps": 8, "programs": 1, "buffers": 2, "prefetch": True}
+    rectangle = {"c_group": 8, "b_group": 8, "tiles": 1, "warps": 8}
+    gradients = {**rectangle, "programs": 1, "prefetch": True, "held": True}
     assert asdict(Tuning(on_chip=OnChip(ApplyOptions(), None, GradientOptions()))) == {
         "forward": {"warps": 4, "stages": 4, "out": 128, "programs": 4, "fuse": True},
         "backward": {"warps": 8, "stages": 3, "programs": 2, "numbers": 16384},
         "on_chip": {
             "forward": apply,
             "input_gradient": None,
-            "weight_gradients": {"c_group": 8, "b_group": 8, "tiles": 2, "warps": 8},
+            "weight_gradients": gradients,
         },
     }
     assert Tuning().on_chip is None

@@ -163,6 +163,9 @@ def table(device: str) -> tuple[Row, ...]:
     return tuple({row.key: row for row in (*shipped, *own, *unwritten_rows.get(device, ()))}.values())
 
 
+MAX_OPTION = 1 << 20
+"""Largest number in the launch options of a table."""
+
 unwritten_rows: dict[str, list[Row]] = {}
 """Rows by GPU that could not be written to the user's cache; they are used by this process only."""
 
@@ -174,7 +177,12 @@ def _tuning_from_json(data: Mapping[str, Any]) -> Tuning:
         on_chip = OnChip(
             **{name: None if values is None else types[name](**values) for name, values in on_chip.items()}
         )
-    return Tuning(Forward(**data["forward"]), Backward(**data["backward"]), on_chip)
+    tuning = Tuning(Forward(**data["forward"]), Backward(**data["backward"]), on_chip)
+    for options in (tuning.forward, tuning.backward, *(() if on_chip is None else vars(on_chip).values())):
+        for name, value in ({} if options is None else vars(options)).items():
+            if not isinstance(value, bool) and not (isinstance(value, int) and 0 < value <= MAX_OPTION):
+                raise ValueError(f"the launch option {name} must be a whole number from 1 to {MAX_OPTION}: {value!r}")
+    return tuning
 
 
 def store_rows(device: str, rows: Iterable[Row]) -> None:

@@ -69,6 +69,16 @@ def test_all_passes(sizes: tuple[int, int], scaled: bool) -> None:
     assert launched == ["arrange_weights", "apply_pair", "weight_gradients", "arrange_weights", "apply_pair"]
 
 
+def test_nothing_is_launched_for_the_gradient_of_an_input_that_needs_none() -> None:
+    leaves = operands(bt.BTT(rank=2), 32, 32, 70)
+    with fused.tuned(Tuning(on_chip=ALL)):
+        y = ops.apply(bt.BTT(rank=2).chain(32, 32), leaves[0].detach(), leaves[1:3], leaves[3], impl="triton")
+        launched.clear()
+        grads = torch.autograd.grad(y.sum(), leaves[1:4])
+    assert launched == ["weight_gradients"]
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 @pytest.mark.parametrize(("on_chip", "names"), [
     (OnChip(forward=APPLY), []),
     (OnChip(input_gradient=APPLY), []),

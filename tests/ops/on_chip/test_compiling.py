@@ -66,6 +66,18 @@ def test_a_cache_that_cannot_be_written(
     assert "will be compiled again" in caplog.text
 
 
+def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user without one."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("BUTTRESS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert compiling.machine_code(KERNEL, "sm_90").startswith(b"\x7fELF")
+
+
 def test_a_text_that_is_wrong() -> None:
     with pytest.raises(bt.ButtressError, match="could not be compiled for sm_90"):
         compiling.machine_code("not C++", "sm_90")

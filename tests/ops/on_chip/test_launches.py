@@ -105,11 +105,15 @@ def test_every_option_of_apply(options: ApplyOptions) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    GradientOptions(1, 1, 1, 4), GradientOptions(6, 7, 1, 8), GradientOptions(4, 2, 2, 2), GradientOptions(2, 5, 4, 8),
+    GradientOptions(1, 1, 1, 4), GradientOptions(6, 7, 1, 8, held=False), GradientOptions(4, 2, 2, 2, prefetch=False),
+    GradientOptions(2, 5, 4, 8, programs=2), GradientOptions(6, 7, 1, 1), GradientOptions(6, 7, 2, 18, 1, False, False),
+    GradientOptions(1, 7, 1, 3, held=False), GradientOptions(6, 3, 1, 12, programs=2, prefetch=False),
 ], ids=str)  # fmt: skip
-def test_every_option_of_the_gradients(options: GradientOptions) -> None:
-    sizes = PairSizes(c=6, d=20, b=7, a=24, s=2, d_in=118, d_out=161)
-    apply_options = ApplyOptions(tiles=2, group=4, warps=4)
+@pytest.mark.parametrize("s", [2, 5])
+def test_every_option_of_the_gradients(options: GradientOptions, s: int) -> None:
+    """Warps with several units, several warps to a unit, warps without work; 70 tokens are tiles and a rest."""
+    sizes = PairSizes(c=6, d=20, b=7, a=24, s=s, d_in=118, d_out=161)
+    apply_options = ApplyOptions(tiles=2, group=8, warps=4)
     check(sizes, apply_options, apply_options, options, 70, biased=True)
 
 

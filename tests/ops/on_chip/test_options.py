@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
 from buttress.ops.on_chip.options import (
@@ -29,14 +31,22 @@ def test_candidates_fit() -> None:
 def test_many_tokens_and_few_programs_come_first() -> None:
     assert next(apply_candidates(WIDTH_1024)).tiles == 4
     first, *others = gradient_candidates(WIDTH_1024)
-    assert first.tiles > 1
-    assert first.rectangles(WIDTH_1024) == min(o.rectangles(WIDTH_1024) for o in others if o.tiles > 1)
+    assert first.rectangles(WIDTH_1024) == min(o.rectangles(WIDTH_1024) for o in others)
+
+
+def test_warps_have_whole_units_or_units_have_whole_warps() -> None:
+    """What a warp has must not depend on which warp it is: the compiler keeps it in registers."""
+    assert GradientOptions(8, 8, warps=16).fits(WIDTH_1024)  # 16 items of 8 units, two for each
+    assert not GradientOptions(8, 12, warps=16).fits(WIDTH_1024)  # 24 items of 8 units, three for each: two to a warp
+    for options in gradient_candidates(WIDTH_1024):
+        assert all(side.is_even for side in options.sides(WIDTH_1024))
 
 
 def test_the_first_candidates_differ() -> None:
-    for candidates in (apply_candidates(WIDTH_1024), gradient_candidates(WIDTH_1024)):
-        first = [next(candidates) for _ in range(4)]
-        assert len({(options.tiles, options.warps) for options in first}) == 4
+    forward = islice(apply_candidates(WIDTH_1024), 4)
+    assert len({(o.tiles, o.warps) for o in forward}) == 4
+    gradients = islice(gradient_candidates(WIDTH_1024), 4)
+    assert len({(o.tiles, o.warps, o.programs, o.prefetch, o.held) for o in gradients}) == 4
 
 
 def test_no_warp_is_idle_in_the_first_candidates() -> None:

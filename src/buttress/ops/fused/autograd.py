@@ -98,7 +98,7 @@ def backward(
         return Gradients(dx, dy.sum(0) if needs_bias else None, [None] * len(weights), [None] * len(scales))
     assert x is not None
     tuning = tuning_for(strided, x)
-    dx, dws, dss, db = passes.backward(strided, dy, x, z, weights, scales, tuning, biased=needs_bias)
+    dx, dws, dss, db = passes.backward(strided, dy, x, z, weights, scales, tuning, biased=needs_bias, needs_x=needs_x)
     return Gradients(dx, db, dws, dss)
 
 

@@ -22,9 +22,9 @@ Tensors = Sequence[Tensor]
 
 
 class ChainGradients(NamedTuple):
-    """Gradients of x, the weights, the scales and the bias."""
+    """Gradients of x, the weights, the scales and the bias; None for those that were not asked for."""
 
-    x: Tensor
+    x: Tensor | None
     weights: list[Tensor]
     scales: list[Tensor]
     bias: Tensor | None
@@ -112,9 +112,11 @@ def intermediates(strided: StridedChain, x: Tensor, weights: Tensors, scales: Te
 @on_device_of_x
 def backward(
     strided: StridedChain, dy: Tensor, x: Tensor, z: Tensor | None, weights: Tensors, scales: Tensors, tuning: Tuning,
-    *, biased: bool,
+    *, biased: bool, needs_x: bool = True,
 ) -> ChainGradients:  # fmt: skip
     """Compute the gradients of x, the weights, the scales and, with `biased`, the bias.
+
+    Unless `needs_x`, that of x is left out where it would take a launch of its own.
 
     Intermediates that were not saved, z, are computed again. Sums over tokens are divided into a fixed number of lanes,
     which are added in order: the result is deterministic.
@@ -126,7 +128,8 @@ def backward(
     on_chip = None if tuning.on_chip is None else tuning.on_chip.weight_gradients
     if z is None and on_chip is not None and are_aligned(x, dy):
         gradients = on_chip_passes.weight_gradients(strided, dy, x, weights, scales, on_chip, biased=biased)
-        return _chain_gradients(backward_input(strided, dy, x, weights, scales, tuning), gradients)
+        dx = backward_input(strided, dy, x, weights, scales, tuning) if needs_x else None
+        return _chain_gradients(dx, gradients)
     if z is None:
         z = intermediates(strided, x, weights, scales, tuning)
     dx = torch.empty_like(x)
@@ -141,7 +144,7 @@ def backward(
     return _chain_gradients(dx, gradients[::-1])
 
 
-def _chain_gradients(dx: Tensor, gradients: Sequence[FactorGradients]) -> ChainGradients:
+def _chain_gradients(dx: Tensor | None, gradients: Sequence[FactorGradients]) -> ChainGradients:
     """The gradients of all factors together; the last factor's is that of the bias."""
     dws, dss, dbs = zip(*gradients, strict=True)
     return ChainGradients(dx, list(dws), [ds for ds in dss if ds is not None], dbs[-1])

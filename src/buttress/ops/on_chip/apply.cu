@@ -44,9 +44,10 @@ __device__ __forceinline__ int z_shift(int b) { return 2 * (b * S / 2 & 3); }
 
 extern "C" __global__ void arrange_weights(const u16* __restrict__ first, const u16* __restrict__ second,
                                            u16* __restrict__ arranged) {
-  const int threads = gridDim.x * blockDim.x;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < ARRANGED1 + ARRANGED2; i += threads) {
-    if (i < ARRANGED1) {
+  // Without a sign, so that the last step beyond the numbers does not overflow.
+  const u32 threads = gridDim.x * blockDim.x;
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < u32(ARRANGED1 + ARRANGED2); i += threads) {
+    if (i < u32(ARRANGED1)) {
       int rest = i;
       const int number = rest % LANE1; rest /= LANE1;
       const int lane = rest % 32; rest /= 32;

@@ -46,13 +46,21 @@ def machine_code(text: str, architecture: str, *, cached: bool = True) -> bytes:
         ButtressError: If it cannot be compiled.
     """
     key = hashlib.sha256(f"{architecture} {_compiler()} {STANDARD}\n{text}".encode()).hexdigest()
-    path = files.cache_folder() / "kernels" / f"{key}.cubin"
-    if cached and (code := _read(path)) is not None:
+    path = _cached_file(key) if cached else None
+    if path is not None and (code := _read(path)) is not None:
         return code
     code = _compile(text, architecture)
-    if cached:
+    if path is not None:
         _write(path, code)
     return code
+
+
+def _cached_file(key: str) -> Path | None:
+    """The file of some machine code in the user's cache; None where a user has no home folder."""
+    try:
+        return files.cache_folder() / "kernels" / f"{key}.cubin"
+    except RuntimeError:
+        return None
 
 
 @lru_cache(maxsize=1)

@@ -45,10 +45,11 @@ __device__ __forceinline__ void load_matrices(u32* r, const u16* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
-__device__ __forceinline__ void load_transposed_matrices(u32* r, const u16* row) {
-  u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+// The transpose of an 8 x 8 matrix, of which lane (g, q) holds columns 2 q and 2 q + 1 of row g.
+__device__ __forceinline__ u32 transposed(u32 row) {
+  u32 column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(column) : "r"(row));
+  return column;
 }
 #endif
 

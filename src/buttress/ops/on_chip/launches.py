@@ -100,7 +100,8 @@ def weight_gradients(
     tokens = x.shape[0]
     shapes = [tuple(w.shape) for w in weights] + ([(sizes.d_out,)] if biased else [])
     rectangles = options.rectangles(sizes)
-    lanes = max(1, min(_multiprocessors(x.device) // rectangles, ceil_div(tokens, 16 * options.tiles)))
+    room = options.programs * _multiprocessors(x.device)
+    lanes = max(1, min(room // rectangles, ceil_div(tokens, 16 * options.tiles)))
     sums = [x.new_empty(lanes, *shape, dtype=torch.float32) for shape in shapes]
     text = source.gradient_text(sizes, options, x.dtype, scaled=bool(scales), biased=biased)
     kernel = _kernel(text, source.GRADIENTS, options.shared_bytes(sizes), x.device)
@@ -141,17 +142,18 @@ class Kernel:
     """A loaded kernel.
 
     Args:
-        code: Machine code for the GPU.
+        code: Machine code for the GPU, or the loaded code.
         name: Name of the kernel in it.
         shared_bytes: Shared memory of a program.
         device: The GPU.
     """
 
-    def __init__(self, code: bytes, name: str, shared_bytes: int, device: torch.device) -> None:
+    def __init__(self, code: Any, name: str, shared_bytes: int, device: torch.device) -> None:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        self.name, self.kernel = name, ObjectCode.from_cubin(code).get_kernel(name)
+        loaded = ObjectCode.from_cubin(code) if isinstance(code, bytes) else code
+        self.name, self.kernel = name, loaded.get_kernel(name)
         self.shared_bytes = shared_bytes
         self.configs: dict[tuple[int, int, int | None], Any] = {}
         # A launch may ask for more than 48 KiB only if the kernel allows it.
@@ -207,19 +209,31 @@ def _make_context_current() -> None:
 @lru_cache(maxsize=1024)
 def _kernel(text: str, name: str, shared_bytes: int, device: torch.device) -> Kernel:
     """Compile and load a kernel, once for each device."""
+    return Kernel(_code(text, device), name, shared_bytes, device)
+
+
+@lru_cache(maxsize=1024)
+def _code(text: str, device: torch.device) -> Any:
+    """Compile and load the kernels of a text, once for each device."""
+    from cuda.core import ObjectCode
+
     forbid_in_capture()
-    major, minor = torch.cuda.get_device_capability(device)
-    code = machine_code(text, f"sm_{major}{minor}")
+    architecture = architecture_of(device)
+    code = machine_code(text, architecture)
     try:
         _make_context_current()
-        return Kernel(code, name, shared_bytes, device)
-    except ButtressError:
-        raise
+        return ObjectCode.from_cubin(code)
     except Exception as error:  # the errors of cuda.core share no class
         raise ButtressError(
-            f"{device} does not load the on-chip kernels, which were compiled for sm_{major}{minor}: {error}; "
+            f"{device} does not load the on-chip kernels, which were compiled for {architecture}: {error}; "
             "without cuda-core, the other kernels are used"
         ) from error
+
+
+def architecture_of(device: torch.device) -> str:
+    """The architecture to compile for, such as "sm_90"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def current_stream() -> Any:

@@ -14,8 +14,9 @@ MAX_SHARED_BYTES = 227 << 10
 """Shared memory of a program on sm_90 and sm_100."""
 REGISTERS, MAX_REGISTERS = 1 << 16, 255
 """Registers of a multiprocessor and of a thread."""
-OTHER_REGISTERS = 64
-"""Registers of a thread for addresses and loop counters; the rest holds numbers."""
+OTHER_REGISTERS, OTHER_GRADIENT_REGISTERS = 46, 24
+"""Registers of a thread for addresses and loop counters, in the kernel that applies a pair and in that for the
+gradients; the rest holds numbers. With more, ptxas of CUDA 13 spilled some to memory."""
 RESERVED_BYTES = 1 << 10
 """Shared memory that the system takes for each program, beyond what the program may use."""
 MAX_OFFSET = (1 << 31) - 1
@@ -99,6 +100,43 @@ class ApplyOptions:
 
 
 @dataclass(frozen=True)
+class Side:
+    """How the rectangle of a program of the weight gradients is divided among its warps, seen from x or from y.
+
+    Args:
+        units: Blocks of the side.
+        row_groups: Items, of 16 rows of z, of each unit.
+        size: Numbers in a unit.
+        warps: Warps per program.
+    """
+
+    units: int
+    row_groups: int
+    size: int
+    warps: int
+
+    @property
+    def padded(self) -> int:
+        """Numbers of a unit, with the zeros that fill chunks."""
+        return round_up(self.size, chunk_numbers(self.size))
+
+    @property
+    def own(self) -> int:
+        """Items of a warp."""
+        return ceil_div(self.units * self.row_groups, self.warps)
+
+    @property
+    def own_units(self) -> int:
+        """Units of which a warp has items."""
+        return max(1, self.own // self.row_groups)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every warp has whole units, or every unit whole warps."""
+        return self.own % self.row_groups == 0 or self.row_groups % self.own == 0
+
+
+@dataclass(frozen=True)
 class GradientOptions:
     """Launch options of the kernel for both weight gradients. A program has the gradients of some pairs of blocks.
 
@@ -107,38 +145,50 @@ class GradientOptions:
         b_group: Blocks of y of a program.
         tiles: Tiles of 16 tokens that it takes at a time.
         warps: Warps per program.
+        programs: Programs per multiprocessor.
+        prefetch: Whether x and dy of the next tile are loaded while one is computed.
+        held: Whether the weights are in registers rather than in shared memory.
     """
 
     c_group: int = 8
     b_group: int = 8
-    tiles: int = 2
+    tiles: int = 1
     warps: int = 8
+    programs: int = 1
+    prefetch: bool = True
+    held: bool = True
+
+    def sides(self, sizes: PairSizes) -> list[Side]:
+        """How the rectangle is divided among warps, seen from x and from y."""
+        return [
+            Side(self.c_group, ceil_div(self.b_group * sizes.s, 16), sizes.d, self.warps),
+            Side(self.b_group, ceil_div(self.c_group * sizes.s, 16), sizes.a, self.warps),
+        ]
 
     def shared_bytes(self, sizes: PairSizes) -> int:
         """Shared memory of a program."""
-        tokens = 16 * self.tiles
-        d, a = round_up(sizes.d, 16), round_up(sizes.a, 16)
-        rows1, rows2 = round_up(self.b_group * sizes.s, 16), round_up(self.c_group * sizes.s, 16)
-        inputs = tokens * (self.c_group * d + 8 + self.b_group * a + 8)
-        z = (self.c_group * (rows1 + sizes.s % 8) + self.b_group * (rows2 + sizes.s % 8)) * (tokens + 8)
-        weights = self.c_group * rows1 * d + self.b_group * rows2 * a
-        return 2 * (inputs + z + weights)
+        z = weights = 0
+        for side in self.sides(sizes):
+            z += side.units * (16 * side.row_groups + sizes.s % 8) * (16 * self.tiles + 8)
+            weights += side.units * side.row_groups * 16 * side.padded
+        return 2 * (2 * z + (0 if self.held else weights))
 
     def registers(self, sizes: PairSizes) -> int:
         """About how many registers a thread needs."""
-        sums = copies = 0
-        for units, others, size in ((self.c_group, self.b_group, sizes.d), (self.b_group, self.c_group, sizes.a)):
-            padded, rows = round_up(size, 16), round_up(others * sizes.s, 16)
-            sums += ceil_div(units * rows // 16, self.warps) * padded // 2
-            copies += ceil_div(16 * self.tiles * units * padded // 8, 32 * self.warps) * 4
-        return sums + copies + 8 * self.tiles + OTHER_REGISTERS
+        total = OTHER_GRADIENT_REGISTERS + (0 if self.held else 8)
+        for side in self.sides(sizes):
+            tile = self.tiles * side.own_units * side.padded // 4
+            weights = side.own * side.padded // 4 if self.held else 0
+            total += tile * (2 if self.prefetch else 1) + weights + side.own * side.padded // 2
+        return total
 
     def fits(self, sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> bool:
         """Whether a program has room on a multiprocessor, as far as that can be told without compiling it."""
         return (
-            self.shared_bytes(sizes) <= shared_limit
+            all(side.is_even for side in self.sides(sizes))
+            and _can_share(self.programs, self.shared_bytes(sizes), shared_limit)
             and sizes.largest_weight <= MAX_OFFSET
-            and self.registers(sizes) <= min(MAX_REGISTERS, REGISTERS // (32 * self.warps))
+            and self.registers(sizes) <= min(MAX_REGISTERS, REGISTERS // (32 * self.warps * self.programs))
         )
 
     def rectangles(self, sizes: PairSizes) -> int:
@@ -194,7 +244,7 @@ def apply_candidates(sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> 
 
 
 def gradient_candidates(sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) -> Iterator[GradientOptions]:
-    """Options that fit, those first that are likely to be fast: more than one tile, few programs, many tokens.
+    """Options that fit, those first that are likely to be fast: few rectangles, many tokens, many warps.
 
     Args:
         sizes: Sizes of the pair.
@@ -205,12 +255,15 @@ def gradient_candidates(sizes: PairSizes, shared_limit: int = MAX_SHARED_BYTES) 
     """
     sides = (1, 2, 4, 8, 16, 32)
     candidates = (
-        GradientOptions(min(c_group, sizes.c), min(b_group, sizes.b), tiles, warps)
-        for c_group, b_group, tiles, warps in product(sides, sides, (4, 2, 1), (8, 16))
+        GradientOptions(min(c_group, sizes.c), min(b_group, sizes.b), tiles, warps, programs, prefetch, held)
+        for c_group, b_group, tiles, (warps, programs), prefetch, held in product(
+            sides, sides, (2, 1), ((16, 1), (8, 1), (8, 2)), (True, False), (True, False)
+        )
     )
     fitting = list(dict.fromkeys(options for options in candidates if options.fits(sizes, shared_limit)))
-    fitting.sort(key=lambda o: (o.tiles == 1, o.rectangles(sizes), -o.tiles, o.warps))
-    return _varied(fitting, lambda o: (o.tiles, o.warps))
+    # Each rectangle reads x and dy again.
+    fitting.sort(key=lambda o: (o.rectangles(sizes), -o.tiles * o.warps * o.programs, not o.prefetch, not o.held))
+    return _varied(fitting, lambda o: (o.tiles, o.warps, o.programs, o.prefetch, o.held))
 
 
 def _varied(options: Iterable[Options], kind: Callable[[Options], object]) -> Iterator[Options]:

@@ -50,6 +50,7 @@ def gradient_text(sizes: PairSizes, options: GradientOptions, dtype: torch.dtype
         **_shared_constants(sizes, dtype, scaled=scaled, biased=biased),
         "VEC_IN": access_in, "VEC_OUT": access_out,
         "C_GROUP": options.c_group, "B_GROUP": options.b_group, "TOKEN_TILES": options.tiles, "WARPS": options.warps,
+        "PROGRAMS": options.programs, "PREFETCH": options.prefetch, "HELD": options.held,
         "SHARED_BYTES": options.shared_bytes(sizes),
     }  # fmt: skip
     return _text(constants, "gradients.cu")
