@@ -37,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         "y cut at the front",
-        "ops/framing.py",
+        "ops/reference.py",
         "y = y[:, : chain.d_out]",
         "y = y[:, -chain.d_out :]",
         FRAMING,
@@ -94,7 +94,7 @@ MUTATIONS = (
     Mutation(
         "the gradient of x without the derivative of the activation in bmm",
         "ops/bmm.py",
-        "return activation_backward(grad, x, activation)",
+        "return grad if x is None else activation_backward(grad, x, activation)",
         "return grad",
         ("tests/core/test_contract.py", "tests/surgery/test_fusing.py"),
     ),
@@ -150,8 +150,8 @@ MUTATIONS = (
     Mutation(
         "the dtype of autocast taken for that of the parameters",
         "ops/__init__.py",
-        "saving.recomputes(chain, x_rows, factors, factor_itemsize)",
-        "saving.recomputes(chain, x_rows, factors, 2 * factor_itemsize)",
+        "saving.recomputes(chain, x_rows, factors, scales, factor_itemsize)",
+        "saving.recomputes(chain, x_rows, factors, scales, 2 * factor_itemsize)",
         SAVING,
     ),
     Mutation(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import buttress as bt
 from buttress import ops
+from buttress.ops import bmm
 
 
 def test_second_derivative_when_the_inputs_depend_on_each_other() -> None:
@@ -42,3 +48,89 @@ def test_only_what_a_gradient_needs_is_saved(frozen: tuple[str, ...]) -> None:
     dense = layer.to_dense().detach()
     torch.testing.assert_close(dx, 2 * (x @ dense.T) @ dense)
     torch.autograd.grad(dx.square().sum(), x)
+
+
+def backward_macs(chain: bt.Chain, learns: set[str], *, needs_x: bool, recompute: bool) -> float:
+    """MACs per token of a backward pass in which these factors learn."""
+    x = torch.randn(8, chain.d_in, requires_grad=needs_x)
+    factors = [torch.randn(f.shape, requires_grad=f.name in learns) for f in chain.factors]
+    y = ops.apply(chain, x, factors, recompute=recompute, impl="bmm")
+    flops = FlopCounterMode(display=False)
+    with flops:
+        y.backward(torch.ones_like(y))
+    return flops.get_total_flops() / (2 * 8)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [bt.BTT(rank=4), bt.BTT(cores=3), bt.LowRank(rank=8), bt.Monarch(4), bt.TensorTrain(rank=2, cores=3)],
+    ids=str,
+)
+def test_the_backward_pass_computes_what_is_needed_alone(structure: bt.Structure) -> None:
+    """Above the lowest gradient that is needed, and again up to the input of the last factor that learns."""
+    chain = structure.chain(64, 64)
+    names = [f.name for f in chain.factors]
+    macs = [f.macs for f in chain.factors]
+    for needs_x in (False, True):
+        for learns in ({names[0]}, {names[1]}, {names[-1]}, set(names)):
+            indices = [i for i, name in enumerate(names) if name in learns]
+            own = sum(macs[i] for i in indices)
+            below = sum(macs[0 if needs_x else indices[0] + 1 :])
+            saved = backward_macs(chain, learns, needs_x=needs_x, recompute=False)
+            assert saved == own + below
+            again = 0 if isinstance(structure, bt.LowRank) and names[0] not in learns else sum(macs[: indices[-1]])
+            assert backward_macs(chain, learns, needs_x=needs_x, recompute=True) == saved + again
+
+
+class Watch(TorchDispatchMode):
+    """Whether the storages of the first tensors are alive at each torch.bmm, and the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[StorageWeakRef] = []
+        self.alive: list[bool] = []
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(str(func))
+        if "bmm" in str(func):
+            self.alive.append(not all(ref.expired() for ref in self.first))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_a_copy_of_the_input_is_freed_after_the_first_factor(
+    monkeypatch: pytest.MonkeyPatch, activation: str | None
+) -> None:
+    chain = bt.BTT(rank=2, cores=3).chain(61, 64)
+    assert chain.padding[0]
+    watch = Watch()
+    real = bmm._read
+
+    def read(*args: Any) -> Tensor:
+        result = real(*args)
+        watch.first.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    monkeypatch.setattr(bmm, "_read", read)
+    x = torch.randn(8, 61, requires_grad=True)
+    factors = [torch.randn(f.shape, requires_grad=True) for f in chain.factors]
+    with watch:
+        y = ops.apply(chain, x, factors, recompute=True, activation=activation, impl="bmm")
+        assert watch.alive == [True, False, False]
+        del watch.alive[:]
+        y.backward(torch.ones_like(y))
+    # Factors 1 and 2 again; the gradients of factor 3 and its input, of factor 2 and its input, of factor 1 and x.
+    assert watch.alive == [True, False, *[False] * 4, True, False]
+
+
+def test_the_gradient_of_a_padded_input_pads_nothing() -> None:
+    chain = bt.BTT(rank=2).chain(61, 64)
+    assert chain.padding[0]
+    x = torch.randn(8, 61, requires_grad=True)
+    factors = [torch.randn(f.shape) for f in chain.factors]
+    y = ops.apply(chain, x, factors, impl="bmm")
+    with (watch := Watch()):
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert not any("pad" in name for name in watch.operations)
+    torch.testing.assert_close(dx, ops.dense(chain, factors).sum(0).expand(8, 61))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import buttress as bt
@@ -34,6 +35,35 @@ def test_any_chain_gives_the_same_both_ways(chain: bt.Chain) -> None:
     with flops:
         ops.apply(chain, x, factors)
     assert flops.get_total_flops() == 2 * chain.macs * len(x)
+
+
+@pytest.mark.parametrize("impl", ["reference", "bmm"])
+def test_padding_scales_activation_and_bias(impl: Any) -> None:
+    chain = bt.BTT().chain(13, 13)  # 15 = 5 * 3 with the padding
+    x, bias = torch.randn(4, 13), torch.randn(13)
+    first, second = factors = [torch.randn(f.shape) for f in chain.factors]
+    scales = [torch.tensor([2.0]), torch.tensor([3.0])]
+    y = ops.apply(chain, x, factors, bias, scales=scales, activation="relu", impl=impl)
+    read = torch.cat([x.relu(), torch.zeros(4, 2)], 1).reshape(4, 5, 3)
+    product = 6 * torch.einsum("ncd,cbd,bac->nba", read, first, second).flatten(1)
+    torch.testing.assert_close(y, product[:, :13] + bias, rtol=1e-4, atol=1e-4)
+
+
+class ReadsTheDtype(nn.Module):
+    """As the FFN of T5."""
+
+    def __init__(self, *, normalize: bool) -> None:
+        super().__init__()
+        self.layer = bt.StructuredLinear(16, 12, bt.BTT(), normalize=normalize)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(self.layer.weight.dtype))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_reading_the_weight_under_torch_fx_is_refused(*, normalize: bool) -> None:
+    with pytest.raises(bt.ButtressError, match=r"^torch.fx cannot trace the weight .*: call the layer instead .*$"):
+        torch.fx.symbolic_trace(ReadsTheDtype(normalize=normalize))
 
 
 def test_dense_form_keeps_its_precision_under_autocast() -> None:

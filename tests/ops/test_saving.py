@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import buttress as bt
 from buttress import ops
@@ -96,6 +97,38 @@ def test_a_frozen_factor_has_no_gradient_and_no_moments() -> None:
     chain = bt.Chain.of(64, 64, x="c d", factors={"R": "c b d", "L": "b a c"}, y="b a", sizes=sizes, frozen=("R",))
     trained = bt.BTT().chain(64, 64)
     assert affordable_tokens(chain, 1, 4) > affordable_tokens(trained, 1, 4)
+
+
+def test_gains_that_learn_alone_count_as_their_factors() -> None:
+    layer = bt.StructuredLinear(256, 256, bt.BTT(rank=4), normalize=True, bias=False)
+    layer.factors.requires_grad_(False)
+    x = torch.randn(4096, 256)
+    saved = {}
+    for layer.recompute in (None, True, False):
+        saved[layer.recompute] = saved_bytes(layer, x)
+    assert saved[None] == saved[True] < saved[False] / 4
+
+
+@pytest.mark.parametrize("learns", ["V", "U"])
+def test_a_low_rank_layer_with_a_frozen_factor_has_nothing_to_recompute(learns: str) -> None:
+    """The gradient of V needs x alone, and that of U the narrow intermediate alone."""
+    layer = bt.StructuredLinear(256, 256, bt.LowRank(rank=16)).requires_grad_(False)
+    layer.factors[learns].requires_grad_(True)
+    x = torch.randn(20_000, 256)
+    for layer.recompute in (False, None, True):
+        flops = FlopCounterMode(display=False)
+        assert saved_bytes(layer, x) == 4 * x.shape[0] * {"V": 256, "U": 16}[learns]
+        y = layer(x)
+        with flops:
+            y.backward(y)
+        # U's gradient, or that of the intermediate and V's.
+        assert flops.get_total_flops() == 2 * 256 * 16 * x.shape[0] * {"V": 2, "U": 1}[learns]
+
+
+def test_wide_intermediates_of_a_frozen_factor_are_recomputed() -> None:
+    layer = bt.StructuredLinear(64, 256, bt.LowRank(rank=128))
+    layer.factors["V"].requires_grad_(False)
+    assert saved_bytes(layer, torch.randn(100, 64)) == 4 * 100 * 64
 
 
 @pytest.mark.parametrize(("structure", "d_in", "d_out"), CASES, ids=[str(c[0]) for c in CASES])

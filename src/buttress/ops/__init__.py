@@ -77,7 +77,7 @@ def apply(
             faster for a similar layer on this GPU, else "bmm" (see `fastest`).
         activation: What is applied to x first: "gelu" (exact), "gelu_tanh", "silu" or "relu". Default: nothing. The
             backward pass needs x alone, so act(x) need not be stored: "triton" never does, "bmm" only for matrices
-            without blocks (dense, low rank), with a window, and for sums.
+            without blocks (dense, low rank) and for sums.
 
     Shape:
         x (*, d_in), factors (blocks, d_out, d_in) each, bias (d_out,) -> (*, d_out).
@@ -110,7 +110,7 @@ def apply(
         bias = None if bias is None else bias.to(dtype)
     x_rows = x if x.dim() == 2 else x.reshape(-1, chain.d_in)
     if recompute is None:
-        recompute = saving.recomputes(chain, x_rows, factors, factor_itemsize)
+        recompute = saving.recomputes(chain, x_rows, factors, scales, factor_itemsize)
     if isinstance(chain, Chain):
         y = _apply(chain, x_rows, factors, bias, scales, recompute, impl, activation)
     else:
@@ -176,12 +176,20 @@ def dense(chain: AnyChain, factors: Sequence[Tensor], *, impl: Impl | None = Non
     Returns:
         The matrix, in the dtype of the first factor.
 
+    Raises:
+        ButtressError: If torch.fx traces the factors.
+
     Example:
         >>> import buttress as bt
         >>> chain = bt.Kronecker().chain(4, 4)
         >>> dense(chain, [torch.ones(1, 2, 2), torch.ones(1, 2, 2)]).shape
         torch.Size([4, 4])
     """
+    if not all(isinstance(f, Tensor) for f in factors):
+        raise ButtressError(
+            "torch.fx cannot trace the weight of a structured layer: call the layer instead of reading its weight, or "
+            "use torch.export"
+        )
     if len({f.dtype for f in factors}) > 1:
         wide = reduce(torch.promote_types, (f.dtype for f in factors))
         return dense(chain, [f.to(wide) for f in factors], impl=impl).to(factors[0].dtype)

@@ -67,7 +67,9 @@ def apply(
 
 def _apply_plain(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, recompute: bool) -> Tensor:
     """The output of a chain without blocks."""
-    recompute = recompute and len(factors) > 1 and any(w.requires_grad for w in factors)
+    # Torch saves the inputs of the factors that learn. To recompute them takes x, which is saved for factor 1 anyway.
+    width = sum(w.shape[-1] for w in factors[1:] if w.requires_grad)
+    recompute = recompute and width > (0 if factors[0].requires_grad else x.shape[1])
     if _torch_derives_gradients():
         return _traced(_plain, recompute, x, bias, *factors)
     if not recompute:
@@ -134,13 +136,39 @@ def _read(chain: Chain, activation: str | None, x: Tensor) -> Tensor:
     return x
 
 
-def _read_adjoint(chain: Chain, activation: str | None, x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of x, from that of `_read(chain, activation, x)`; the values of x matter to an activation alone."""
-    if chain.padding[0] or chain.window:
+def _read_adjoint(chain: Chain, activation: str | None, x: Tensor | None, grad: Tensor) -> Tensor:
+    """The gradient of x, from that of `_read(chain, activation, x)`; x itself matters to an activation alone."""
+    if chain.window:
         with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
+            leaf = grad.new_empty(grad.shape[0], chain.d_in, requires_grad=True)
             (grad,) = torch.autograd.grad(_read(chain, None, leaf), leaf, grad)
-    return activation_backward(grad, x, activation)
+    elif chain.padding[0]:
+        grad = grad[:, : chain.d_in]
+    return grad if x is None else activation_backward(grad, x, activation)
+
+
+def _first_input(chain: Chain, activation: str | None, x: Tensor) -> Tensor:
+    """The arranged input of the first factor."""
+    layout = layouts_of(chain).bmm
+    return layout.factors[0].arrange(_read(chain, activation, x).reshape(-1, *layout.read_sizes))
+
+
+def _inputs(chain: Chain, activation: str | None, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """The arranged inputs of the factors that follow those of the weights; that of the first factor is not kept."""
+    factors = layouts_of(chain).bmm.factors
+    z = _first_input(chain, activation, x)
+    inputs = []
+    for factor, following, weight in zip(factors, factors[1:], weights, strict=False):
+        z = _multiply(factor, weight, z)
+        z = following.arrange(z)
+        inputs.append(z)
+    return inputs
+
+
+def _multiply(factor: BmmFactor, weight: Tensor, blocks: Tensor) -> Tensor:
+    """The result of a factor, with the tokens as the fastest axis."""
+    z = torch.bmm(factor.repeat(weight), blocks.mT if factor.tokens_slow else blocks)
+    return z.view(*factor.result_sizes, -1)
 
 
 def _forward(
@@ -148,16 +176,14 @@ def _forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """The padded result, and the arranged inputs of all factors but the first."""
     layout = layouts_of(chain).bmm
-    inputs = []
-    z = _read(chain, activation, x).reshape(-1, *layout.read_sizes)
-    for factor, weight in zip(layout.factors, weights, strict=True):
-        blocks = factor.arrange(z)
-        inputs.append(blocks)
-        if factor.writes_y:
-            return _bmm_side_by_side(blocks.mT, weight.mT, direct=direct), inputs[1:]
-        z = torch.bmm(factor.repeat(weight), blocks.mT if factor.tokens_slow else blocks).view(*factor.result_sizes, -1)
+    last, weight = layout.factors[-1], weights[-1]
+    inputs = _inputs(chain, activation, x, weights[:-1]) if len(weights) > 1 else []
+    z = inputs[-1] if inputs else _first_input(chain, activation, x)
+    if last.writes_y:
+        return _bmm_side_by_side(z.mT, weight.mT, direct=direct), inputs
+    z = _multiply(last, weight, z)
     # Contiguous like that of a dense layer: fused attention, for one, refuses tokens as the fastest axis.
-    return z.permute(layout.permutation).reshape(-1, layout.d_out).contiguous(), inputs[1:]
+    return z.permute(layout.permutation).reshape(-1, layout.d_out).contiguous(), inputs
 
 
 def _padded_output(chain: Chain, activation: str | None, x: Tensor, *weights: Tensor) -> Tensor:
@@ -189,7 +215,6 @@ class BmmFunction(torch.autograd.Function):
     def forward(ctx: Any, chain: Chain, activation: str | None, recompute: bool, x: Tensor, *weights: Tensor) -> Tensor:
         y, inputs = _forward(chain, activation, x, weights, direct=x.is_cuda)
         ctx.chain, ctx.activation = chain, activation
-        ctx.shape = x.shape
         # The input of a factor is needed for that factor's gradient alone.
         learns = ctx.needs_input_grad[4:]
         saved = [t if needed and not recompute else None for t, needed in zip(inputs, learns[1:], strict=True)]
@@ -207,26 +232,30 @@ class BmmFunction(torch.autograd.Function):
         x, *rest = ctx.saved_tensors
         weights, inputs = rest[:count], rest[count:]
         needed = ctx.needs_input_grad[3:]
+        tokens = grad.shape[0]
         if torch.is_grad_enabled():
             # Without x only its gradient is needed, which does not depend on its value.
-            x = grad.new_zeros(ctx.shape, requires_grad=True) if x is None else x
+            x = grad.new_zeros(tokens, chain.d_in, requires_grad=True) if x is None else x
             compute = partial(_padded_output, chain, activation)
             return (None, None, None, *_differentiable_backward(compute, grad, (x, *weights), needed))
-        if any(learns and t is None for learns, t in zip(needed[2:], inputs, strict=True)):
-            inputs = _forward(chain, activation, x, weights)[1]
+        recomputed = [i for i in range(1, count) if needed[i + 1] and inputs[i - 1] is None]
+        if recomputed:
+            inputs = _inputs(chain, activation, x, weights[: recomputed[-1]])
         grads: list[Tensor | None] = [None] * (count + 1)
         for i in reversed(range(count)):
             factor, weight = layout.factors[i], weights[i]
             blocks = _grad_blocks(layout, i, grad)
             if needed[i + 1]:
-                read = None if i else _read(chain, activation, x).reshape(-1, *layout.read_sizes)
-                source = inputs[i - 1].mT if read is None else factor.arrange(read)
-                grads[i + 1] = factor.sum_repeats(torch.bmm(blocks, source))
+                grads[i + 1] = factor.sum_repeats(
+                    torch.bmm(blocks, inputs[i - 1].mT if i else _first_input(chain, activation, x))
+                )
+            if not any(needed[: i + 1]):
+                break
             if i:
                 grad = factor.restore(torch.bmm(weight.mT, blocks))
-            elif needed[0]:
-                dx = _input_grad(factor, blocks, weight).reshape(ctx.shape[0], prod(layout.read_sizes))
-                grads[0] = _read_adjoint(chain, activation, grad.new_empty(ctx.shape) if x is None else x, dx)
+            else:
+                dx = _input_grad(factor, blocks, weight).reshape(tokens, prod(layout.read_sizes))
+                grads[0] = _read_adjoint(chain, activation, x, dx)
         return (None, None, None, *grads)
 
 
@@ -244,13 +273,20 @@ class PlainFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad
         if torch.is_grad_enabled():
             return _differentiable_backward(_plain, grad, (x, bias, *weights), needed)
-        inputs = _plain_inputs(x, weights)
-        grads: list[Tensor | None] = [None, grad.sum(0) if needed[1] else None]
+        last = max((i for i, learns in enumerate(needed[2:]) if learns), default=0)
+        inputs = _plain_inputs(x, weights[: last + 1])
+        grads: list[Tensor | None] = [None] * len(needed)
+        if needed[1]:
+            grads[1] = grad.sum(0)
         for i in reversed(range(len(weights))):
-            grads.insert(2, (grad.mT @ inputs[i])[None] if needed[i + 2] else None)
-            if i or needed[0]:
-                grad = grad @ weights[i][0]
-        return (grad if needed[0] else None, *grads[1:])
+            if needed[i + 2]:
+                grads[i + 2] = (grad.mT @ inputs[i])[None]
+            if not (needed[0] or any(needed[2 : i + 2])):
+                break
+            grad = grad @ weights[i][0]
+        else:
+            grads[0] = grad
+        return tuple(grads)
 
 
 def _grad_blocks(layout: BmmLayout, i: int, grad: Tensor) -> Tensor:

@@ -1,52 +1,14 @@
-"""Padding, scales, bias and window, shared by the implementations in plain torch."""
+"""Parts of a sum, scales, windows and autocast, shared by the implementations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from buttress.core.chain import Axes, Chain
 from buttress.core.chain_sum import AnyChain
-
-PaddedApply = Callable[[Chain, Tensor, Sequence[Tensor], bool, str | None], Tensor]
-"""(chain, padded x, factors, recompute, activation) -> padded y."""
-Apply = Callable[[Chain, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor] | None, bool, str | None], Tensor]
-"""(chain, x, factors, bias, scales, recompute, activation) -> y: the interface of an implementation."""
-
-
-def framed(padded_apply: PaddedApply) -> Apply:
-    """Add padding, scales and a bias to an implementation for padded sizes.
-
-    Args:
-        padded_apply: Maps (tokens, padded d_in) to (tokens, padded d_out).
-
-    Returns:
-        An implementation that maps (tokens, d_in) to (tokens, d_out).
-    """
-
-    @wraps(padded_apply)
-    def apply(
-        chain: Chain,
-        x: Tensor,
-        factors: Sequence[Tensor],
-        bias: Tensor | None,
-        scales: Sequence[Tensor] | None,
-        recompute: bool,
-        activation: str | None,
-    ) -> Tensor:
-        if scales is not None:
-            factors = scaled_factors(factors, scales)
-        pad_in, pad_out = chain.padding
-        y = padded_apply(chain, F.pad(x, (0, pad_in)) if pad_in else x, factors, recompute, activation)
-        if pad_out:
-            y = y[:, : chain.d_out]
-        return y if bias is None else y + bias
-
-    return apply
 
 
 def by_part(

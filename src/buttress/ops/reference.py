@@ -10,27 +10,41 @@ from torch import Tensor
 
 from buttress.core.chain import Axes, Chain
 from buttress.ops.activations import activated
-from buttress.ops.framing import framed, read_window
+from buttress.ops.framing import read_window, scaled_factors
 
 
-@framed
-def apply(chain: Chain, x: Tensor, factors: Sequence[Tensor], recompute: bool, activation: str | None) -> Tensor:
+def apply(
+    chain: Chain,
+    x: Tensor,
+    factors: Sequence[Tensor],
+    bias: Tensor | None,
+    scales: Sequence[Tensor] | None,
+    recompute: bool,
+    activation: str | None,
+) -> Tensor:
     """y[token, y] = sum over every other axis of the factors times act(x)[token, x].
 
     Args:
         chain: The chain.
-        x: The input, padded.
+        x: The input.
         factors: The factors in order of application.
+        bias: Added to the result.
+        scales: A multiplier of each factor, as a tensor with one entry.
         recompute: Ignored; torch decides what is saved.
         activation: Name of the activation, or None.
 
     Shape:
-        (tokens, padded d_in) -> (tokens, padded d_out).
+        (tokens, d_in) -> (tokens, d_out).
 
     Returns:
-        The output, padded.
+        The output.
     """
-    return _einsum(chain, activated(x, activation), factors, chain.y, len(chain.factors)).flatten(1)
+    if scales is not None:
+        factors = scaled_factors(factors, scales)
+    y = _einsum(chain, activated(x, activation), factors, chain.y, len(chain.factors)).flatten(1)
+    if chain.padding[1]:
+        y = y[:, : chain.d_out]
+    return y if bias is None else y + bias
 
 
 def intermediate(chain: Chain, x: Tensor, factors: Sequence[Tensor], axes: Axes, *, before: int) -> Tensor:
@@ -49,13 +63,15 @@ def intermediate(chain: Chain, x: Tensor, factors: Sequence[Tensor], axes: Axes,
     Returns:
         The held tensor.
     """
-    return _einsum(chain, F.pad(x, (0, chain.padding[0])), factors, axes, before)
+    return _einsum(chain, x, factors, axes, before)
 
 
 def _einsum(chain: Chain, x: Tensor, factors: Sequence[Tensor], out_axes: Axes, count: int) -> Tensor:
-    """The first `count` factors applied to a padded x, and the regroup that follows them, if any."""
+    """The first `count` factors applied to x, and the regroup that follows them, if any."""
     # Axis 0 stands for the tokens; einsum takes axes as integers, so there is no limit of 26 letters.
     number = {a: i for i, a in enumerate(chain.sizes, start=1)}
+    if chain.padding[0]:
+        x = F.pad(x, (0, chain.padding[0]))
     z = x.reshape(-1, *(chain.sizes[a] for a in chain.x))
     axes = chain.x
     if chain.window:

@@ -52,7 +52,9 @@ def affordable_tokens(chain: AnyChain, itemsize: int, factor_itemsize: int) -> i
     return room // (width * itemsize) // TILE_TOKENS * TILE_TOKENS
 
 
-def recomputes(chain: AnyChain, x: Tensor, factors: Sequence[Tensor], factor_itemsize: int) -> bool:
+def recomputes(
+    chain: AnyChain, x: Tensor, factors: Sequence[Tensor], scales: Sequence[Tensor] | None, factor_itemsize: int
+) -> bool:
     """Whether a layer that chooses by itself computes its intermediates again in the backward pass.
 
     Where a compiler leaves the number of tokens open, it does, so that the memory of the dense layer is enough for any
@@ -62,15 +64,16 @@ def recomputes(chain: AnyChain, x: Tensor, factors: Sequence[Tensor], factor_ite
         chain: The chain, or the sum of chains.
         x: The input.
         factors: The factors in the dtypes in which they are used.
+        scales: A multiplier of each factor; its gradient takes what that of the factor takes.
         factor_itemsize: Bytes per number of the factors as they are stored.
 
     Shape:
         x is (tokens, d_in).
 
     Returns:
-        Whether more tokens than the affordable ones need a gradient of a factor.
+        Whether more tokens than the affordable ones need a gradient of a factor or a scale.
     """
-    if not torch.is_grad_enabled() or not any(w.requires_grad for w in factors):
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*factors, *(scales or ()))):
         return False  # nothing is saved in any case
     affordable = affordable_tokens(chain, max(t.element_size() for t in (x, *factors)), factor_itemsize)
     if affordable is None:
