@@ -217,6 +217,37 @@ def test_the_kernels_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module.pays(stack, many)
 
 
+@pytest.mark.parametrize("structure", [bt.BTT(rank=2), bt.Dense()], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("leading", [(5,), (2, 3)], ids=str)
+def test_outputs_can_be_changed_in_place(
+    applied: list[int], structure: bt.Structure, *, bias: bool, leading: tuple[int, ...]
+) -> None:
+    own = layers(structure=structure, bias=bias)
+    x = torch.randn(*leading, 48, dtype=torch.float64, requires_grad=True)
+    q, k, v = bt.side_by_side(own, x)
+    assert applied == [192]
+    q *= 0.125
+    v.relu_()
+    expected = [0.125 * own[0](x), own[1](x), own[2](x).relu()]
+    torch.testing.assert_close([q, k, v], expected)
+    leaves = [x, *own.parameters()]
+    grads, expected_grads = (
+        torch.autograd.grad(sum(y.square().sum() for y in ys), leaves) for ys in ((q, k, v), expected)
+    )
+    torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("shape", [(), (5, 47), (96,)], ids=str)
+def test_an_input_of_another_size_is_refused_by_a_layer(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(module, "_may_pay", lambda _: True)
+    monkeypatch.setattr(ops, "fastest", lambda _chain, _x: "triton")
+    with pytest.raises(bt.ShapeError, match="this layer takes 48 features in the last dimension"):
+        bt.side_by_side(layers(), torch.randn(shape, dtype=torch.float64))
+
+
 def test_a_split_layer(applied: list[int]) -> None:
     split = bt.SplitLinear(layers())
     x = torch.randn(2, 5, 48, dtype=torch.float64)

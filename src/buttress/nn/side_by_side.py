@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def side_by_side(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         x (*, in_features) -> (*, out_features) for each layer.
 
     Returns:
-        The output of each layer. Those of layers computed as one are views of one tensor.
+        The output of each layer. Those of layers computed as one are views of one tensor and may not be contiguous.
 
     Example:
         >>> layers = [StructuredLinear(64, 64, BTT(rank=2)) for _ in range(3)]
@@ -44,7 +45,9 @@ def side_by_side(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     y = together(layers, x)
     if y is None:
         return [layer(x) for layer in layers]
-    return list(y.split([layer.out_features for layer in layers if isinstance(layer, StructuredLinear)], dim=-1))
+    sizes = [layer.out_features for layer in layers if isinstance(layer, StructuredLinear)]
+    # Autograd refuses in-place changes of what one split returns.
+    return [y.narrow(-1, end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def together(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
@@ -66,8 +69,8 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
     if len(own) < len(layers) or not _are_alike(own):
         return None
     stack = _stacks[_number(*own)]
-    if stack is None or not pays(stack, x):
-        return None
+    if stack is None or x.dim() == 0 or x.shape[-1] != stack.chain.d_in or not pays(stack, x):
+        return None  # an x of another size too, so that the layers raise their own error
     by_layer = [layer.effective_factors() for layer in own]
     factors = [joined(joint, parts) for joint, *parts in zip(stack.joints, *by_layer, strict=True)]
     biases: list[Tensor] = [layer.bias for layer in own if layer.bias is not None]
