@@ -156,8 +156,15 @@ MUTATIONS = (
     Mutation(
         "a repeated record counts as a seed",
         "lab/analysis/lines.py",
-        'for record in {r.run: r for r in records if r.status == "done"}.values():',
-        'for record in (r for r in records if r.status == "done"):',
+        'done = {r.run: r for r in records if r.status == "done"}.values()',
+        'done = [r for r in records if r.status == "done"]',
+        LINES,
+    ),
+    Mutation(
+        "times of all devices in one mean",
+        "lab/analysis/lines.py",
+        "_newest_times(r for r in best if _device(r) == device)",
+        "_newest_times(best)",
         LINES,
     ),
     Mutation(

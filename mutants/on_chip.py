@@ -131,7 +131,7 @@ MUTATIONS = (
         KERNELS,
     ),
     Mutation(
-        "tokens behind the last are read",
+        "tokens behind the last enter the gradients",
         "ops/on_chip/gradients.cu",
         "const bool exists = unit(own) < UNITS && token < n_tokens;",
         "const bool exists = unit(own) < UNITS;",
@@ -210,8 +210,8 @@ MUTATIONS = (
     Mutation(
         "shared memory of other GPUs taken for an H200's",
         "ops/on_chip/options.py",
-        "_can_share(self.programs, self.shared_bytes(sizes), shared_limit)",
-        "_can_share(self.programs, self.shared_bytes(sizes), MAX_SHARED_BYTES)",
+        "self.group * sizes.s % 8 == 0\n            and _can_share(self.programs, self.shared_bytes(sizes), shared_limit)",
+        "self.group * sizes.s % 8 == 0\n            and _can_share(self.programs, self.shared_bytes(sizes), MAX_SHARED_BYTES)",
         OPTIONS,
     ),
     Mutation(
