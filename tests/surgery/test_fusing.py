@@ -1,4 +1,4 @@
-"""fuse_: activations applied by the structured layers that read them, and why some are not."""
+"""fuse_: activations applied by the structured layers that read them."""
 
 from __future__ import annotations
 
@@ -17,30 +17,7 @@ import buttress as bt
 from buttress.lab.models.gpt import GPT
 from buttress.nn.fused_activation import FusedActivation
 from buttress.surgery.tracing import activation_name
-
-
-def ffn(activation: nn.Module | None = None, *between: nn.Module) -> nn.Sequential:
-    layers = [nn.Linear(8, 12), activation or nn.GELU(), *between, nn.Linear(12, 8)]
-    return structured(nn.Sequential(*layers))
-
-
-def structured(model: Any, *globs: str) -> Any:
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    bt.replace_(model, dict.fromkeys(globs or linear, bt.BTT(rank=2)))
-    return model
-
-
-def note(model: nn.Module) -> str:
-    """The reason why the only activation is not fused."""
-    state = {name: type(m) for name, m in model.named_modules()}
-    report = bt.fuse_(model)
-    (row,) = report.rows
-    assert not row.layer
-    assert not report.fused
-    assert not row.verified
-    assert {name: type(m) for name, m in model.named_modules()} == state
-    assert all(m.input_activation is None for m in model.modules() if isinstance(m, bt.StructuredLinear))
-    return row.note
+from fusable import Block, ByAttribute, Halves, ffn, note, structured
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -133,95 +110,6 @@ def test_dropout_that_is_on() -> None:
     assert note(ffn(nn.GELU(), nn.Dropout(0.1))) == "dropout with p=0.1 follows"
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down, self.act = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8), nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """A residual block whose parts `step` puts together."""
-
-    def __init__(self, activation: Any = None) -> None:
-        super().__init__()
-        self.up, self.down, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.act = activation or nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.step(x)
-
-
-class Kept(Block):
-    def step(self, x: Tensor) -> Tensor:
-        h = self.act(self.up(x))
-        return h + self.down(h)
-
-
-class Twice(Block):
-    def step(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(self.act(x))))
-
-
-class TwoLayers(Block):
-    def step(self, x: Tensor) -> Tensor:
-        h = self.act(self.up(x))
-        return self.down(h) + self.other(h)
-
-
-class LayerTwice(Block):
-    def step(self, x: Tensor) -> Tensor:
-        return self.down(x) + self.down(self.act(self.up(x)))
-
-
-class InPlace(Block):
-    def step(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        return self.down(self.act(h)) + h
-
-
-class Depends(Block):
-    def step(self, x: Tensor) -> Tensor:
-        return self.down(self.act(x)) if x.sum() > 0 else x
-
-
-class ByName(Block):
-    def step(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class ByAttribute(Block):
-    def step(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (Gated(), "its result goes into mul"),
-        (Kept(), "its result is used in 2 places"),
-        (Twice(), "the forward of Twice calls it 2 times"),
-        (TwoLayers(), "its result is used in 2 places"),
-        (LayerTwice(), "down is called several times"),
-        (InPlace(nn.ReLU(inplace=True)), "it works in place, on a tensor that is used elsewhere"),
-        (Depends(), "the forward of Depends cannot be traced"),
-        (ByName(F.gelu), "its owner calls the function by name"),
-        (ByName(), "the forward of ByName calls it 0 times"),
-        (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8)), "which is not structured"),
-        (nn.Sequential(nn.Linear(8, 8), nn.GELU()), "its result is that of the model"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-)
-def test_what_is_left_as_it_was(model: nn.Module, reason: str) -> None:
-    structured(model)
-    x = torch.randn(3, 8)
-    before = model(x)
-    assert reason in note(model)
-    assert torch.equal(model(x), before)
-
-
 def test_a_function_that_is_an_attribute() -> None:
     model = structured(ByAttribute(F.silu))
     x = torch.randn(3, 8)
@@ -242,24 +130,54 @@ def test_a_dense_layer_after_it() -> None:
     assert not bt.fuse_(nn.Sequential(nn.Linear(3, 3))).rows
 
 
-def test_hooks_and_replaced_forwards() -> None:
-    for index, reason in ((1, "it has hooks"), (2, "2 has hooks")):
-        model = ffn()
-        handle = model[index].register_forward_hook(lambda *_: None)
-        assert note(model) == reason
-        handle.remove()
-        assert bt.fuse_(model).fused
-    model = ffn()
-    model.forward = lambda x: x
-    assert note(model) == "a forward around it was replaced on its module"
+def test_an_activation_with_two_names() -> None:
+    class TwoNames(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.activation_fn = self.act
+
+        def step(self, x: Tensor) -> Tensor:
+            return self.down(self.activation_fn(self.up(x)))
+
+    model = structured(TwoNames())
+    x = torch.randn(3, 8)
+    before = model(x)
+    rows = bt.fuse_(model).rows
+    assert [(row.name, row.layer, row.note) for row in rows] == [
+        ("act", "", "the forward of TwoNames calls it 0 times"),
+        ("activation_fn", "down", ""),
+    ]
+    assert isinstance(model.act, nn.GELU)
+    torch.testing.assert_close(model(x), before)
 
 
-def test_a_layer_that_others_use_too() -> None:
-    model = nn.Sequential(ffn(), nn.Linear(8, 12))
-    model.append(model[0][2])
-    assert note(model) == "0.2 is used by several modules"
-    block = ffn()
-    assert bt.fuse_(nn.Sequential(block, block)).fused == ("0.2",)  # both uses are the same
+def test_buffers_modes_and_caches_stay() -> None:
+    class Counts(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(8))
+            self.norm, self.cache, self.switched = nn.BatchNorm1d(8), Cache(), 0
+
+        def train(self, mode: bool = True) -> Any:
+            self.switched += 1
+            return super().train(mode)
+
+        def step(self, x: Tensor) -> Tensor:
+            self.mean.mul_(0.9)
+            return self.cache(self.down(self.act(self.up(self.norm(x.flatten(0, -2)))))) * self.mean
+
+    class Cache(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = x
+            return x
+
+    model = structured(Counts())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    (row,) = bt.fuse_(model).rows
+    assert row.verified
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model.switched == 0
+    assert not hasattr(model.cache, "kept")
 
 
 def test_one_activation_module_in_two_places() -> None:
@@ -272,34 +190,6 @@ def test_one_activation_module_in_two_places() -> None:
     assert bt.fuse_(model).rows == ()  # nothing is left
     bt.unfuse_(model)
     assert model[0][1] is model[1][1] is activation
-
-
-class Halves(nn.Module):
-    """Activation and layer in two submodules, as in BERT."""
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.act = nn.Linear(8, 12), nn.GELU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(self.dense(x))
-
-    class Second(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.norm = nn.Linear(12, 8), nn.LayerNorm(8)
-
-        def forward(self, h: Tensor, x: Tensor) -> Tensor:
-            return self.norm(self.dense(h) + x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = self.First(), self.Second()
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        y = self.second(self.first(x), x)
-        return y if scale is None else y * scale
 
 
 def test_an_activation_and_a_layer_in_two_modules() -> None:
@@ -327,6 +217,23 @@ def test_a_change_of_the_outputs_is_undone(monkeypatch: pytest.MonkeyPatch) -> N
         bt.StructuredLinear, "_multiply", lambda self, x: multiply(self, x) + (self.input_activation is not None)
     )
     assert note(ffn()) == "the outputs of the model would change"
+
+
+def test_an_error_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = bt.StructuredLinear._multiply
+    monkeypatch.setattr(
+        bt.StructuredLinear, "_multiply", lambda self, x: multiply(self, x if self.input_activation is None else None)
+    )
+    assert note(ffn()).startswith("the model would fail: ")
+
+
+def test_unfusing_needs_both_parts() -> None:
+    model = ffn()
+    bt.fuse_(model)
+    for parts in (nn.Sequential(*map(copy.deepcopy, model)), model[:2], model[2:]):
+        with pytest.raises(bt.PlanError, match=r"Call bt\.unfuse_ on the whole model, before copying"):
+            bt.unfuse_(parts)
+    assert bt.unfuse_(model)[2].input_activation is None
 
 
 def test_on_the_meta_device_nothing_is_compared() -> None:
@@ -367,6 +274,21 @@ def test_activations_are_known_by_their_values() -> None:
             self.last = x
             return F.relu(x)
 
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.relu()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return dy
+
+    class Varies(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.gelu(x) if self.training else F.gelu(x, approximate="tanh")
+
+    assert activation_name(Straight.apply) is None
+    assert activation_name(Varies()) is None
     assert activation_name(Own()) == "silu"
     assert activation_name(Recorder()) is None
     assert activation_name(lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5))) == "gelu"
@@ -433,6 +355,24 @@ class TestTransformers:
         torch.testing.assert_close(again(TOKENS).logits, before)
         again.load_state_dict(model.state_dict())
         torch.testing.assert_close(bt.densify_(bt.unfuse_(again))(TOKENS).logits, before)
+
+    @pytest.mark.parametrize("kind", ["bert", "opt"])
+    def test_layers_that_pass_options_on(self, kind: str) -> None:
+        import transformers
+
+        from small_transformers import TOKENS, bert, structured
+
+        def opt() -> Any:
+            sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+            config = transformers.OPTConfig(vocab_size=96, word_embed_proj_dim=32, max_position_embeddings=32, **sizes)
+            return transformers.OPTForCausalLM(config)
+
+        model = structured(opt if kind == "opt" else bert)
+        before = model(TOKENS).logits
+        rows = [row for row in bt.fuse_(model).rows if "pooler" not in row.name]
+        assert [row.layer.rpartition(".")[2] for row in rows] == ["fc2" if kind == "opt" else "dense"] * 2, rows
+        assert all(row.verified for row in rows)
+        torch.testing.assert_close(model(TOKENS).logits, before)
 
     def test_a_gated_ffn_stays(self) -> None:
         from small_transformers import TOKENS, llama, structured

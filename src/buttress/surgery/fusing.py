@@ -9,12 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from buttress.errors import PlanError
+from buttress.errors import PlanError, first_line
 from buttress.inspection.hooks import removing
 from buttress.inspection.sites import check_not_wrapped
 from buttress.nn.fused_activation import FusedActivation
+from buttress.nn.linear import StructuredLinear
 from buttress.ops.activations import activated
-from buttress.surgery.tracing import Place, Reading, UnreadError, find_activations, find_reader
+from buttress.surgery.tracing import (
+    Place,
+    Reading,
+    UnreadError,
+    check_calls_from_outside,
+    find_activations,
+    find_reader,
+    preserved,
+)
 from buttress.text_table import render
 
 _ROUNDINGS = 16
@@ -101,7 +110,8 @@ def unfuse_(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        PlanError: If the model is wrapped for distributed training.
+        PlanError: If the model is wrapped for distributed training, or if a fused layer and the place of its activation
+            are not both in it.
 
     Example:
         >>> model = bt.unfuse_(model)
@@ -110,9 +120,32 @@ def unfuse_(model: nn.Module) -> nn.Module:
     places = [(owner, key, fused) for owner in model.modules() for key, fused in _fused_in(owner)]
     if places:
         check_not_wrapped(model, "unfusing")
+    _check_pairs(model, [fused for _, _, fused in places])
     for owner, key, fused in places:
         _restore(owner, key, fused)
     return model
+
+
+def _check_pairs(model: nn.Module, fused: list[FusedActivation]) -> None:
+    """Check that each layer with an activation has its FusedActivation in the model, and the other way around.
+
+    Args:
+        model: The model.
+        fused: What took the places of activations in it.
+
+    Raises:
+        PlanError: If one is missing.
+    """
+    layers = {m: name for name, m in model.named_modules() if isinstance(m, StructuredLinear)}
+    paired = {f.layer for f in fused}
+    alone = [name for layer, name in layers.items() if layer.input_activation is not None and layer not in paired]
+    if alone or not paired <= layers.keys():
+        what = f"{alone[0]} applies an activation" if alone else "an activation was taken into a layer"
+        other = "no place in this model says where it was" if alone else "that layer is not in this model"
+        raise PlanError(
+            f"unfusing needs each fused layer and the place of its activation in one model: {what}, and {other}. "
+            "Call bt.unfuse_ on the whole model, before copying parts of it"
+        )
 
 
 def _fused_in(owner: nn.Module) -> list[tuple[str, FusedActivation]]:
@@ -121,38 +154,69 @@ def _fused_in(owner: nn.Module) -> list[tuple[str, FusedActivation]]:
     return [(key, m) for key, m in [*methods, *owner._modules.items()] if isinstance(m, FusedActivation)]
 
 
-def _put(owner: nn.Module, key: str, fused: FusedActivation) -> None:
-    fused.layer.input_activation = fused.activation
+def _put(place: Place, fused: FusedActivation) -> Place:
+    """Let a FusedActivation take an activation's place; the layer does not apply the activation yet."""
     if isinstance(fused.original, nn.Module):
-        owner._modules[key] = fused
-    else:
-        # A function stays an attribute that is no module: nn.TransformerDecoderLayer gives a copy without one relu.
-        vars(owner)[key] = fused.forward
+        place.owner._modules[place.key] = fused
+        return replace(place, value=fused, in_place=False)
+    # A function stays an attribute that is no module: nn.TransformerDecoderLayer gives a copy without one relu.
+    vars(place.owner)[place.key] = fused.forward
+    return replace(place, value=fused.forward, in_place=False)
 
 
 def _restore(owner: nn.Module, key: str, fused: FusedActivation) -> None:
     fused.layer.input_activation = None
-    if isinstance(fused.original, nn.Module):
-        owner._modules[key] = fused.original.train(fused.training)
+    original = fused.original
+    if isinstance(original, nn.Module):
+        for module in original.modules():
+            module.training = fused.training
+        owner._modules[key] = original
     else:
-        vars(owner)[key] = fused.original
+        vars(owner)[key] = original
 
 
 def _fused_row(model: nn.Module, place: Place) -> FusionRow:
     row = FusionRow(place.name, place.activation, "", False, "")
     try:
         reading = find_reader(model, place)
+        x, before = _example(reading)
     except UnreadError as error:
         return replace(row, note=str(error))
-    x, before = _example(reading)
     fused = FusedActivation(place.activation, place.value, reading.layer).train(place.owner.training)
-    _put(place.owner, place.key, fused)
-    if x is not None and not _is_same(before, _values(reading, x)):
-        _restore(place.owner, place.key, fused)
-        return replace(row, note=f"the outputs of {reading.root[0] or 'the model'} would change")
+    is_fused = False
+    try:
+        _check_replaced(model, _put(place, fused), reading)
+        fused.layer.input_activation = fused.activation
+        if x is not None and not _is_same(before, _values(reading, x)):
+            return replace(row, note=f"the outputs of {reading.root[0] or 'the model'} would change")
+        is_fused = True
+    except UnreadError as error:
+        return replace(row, note=str(error))
+    except Exception as error:
+        return replace(row, note=f"{reading.root[0] or 'the model'} would fail: {first_line(error, 80)}")
+    finally:
+        if not is_fused:
+            _restore(place.owner, place.key, fused)
     return replace(
         row, layer=reading.name, verified=x is not None, note="" if x is not None else "no example input: not verified"
     )
+
+
+def _check_replaced(model: nn.Module, place: Place, reading: Reading) -> None:
+    """Check that what took an activation's place is called as the activation was.
+
+    Args:
+        model: The model.
+        place: The place, with what is there now.
+        reading: What read the activation.
+
+    Raises:
+        UnreadError: If it is not, such as where the forward pass uses the activation under another name.
+    """
+    again = find_reader(model, place)
+    if again.layer is not reading.layer or again.root[1] is not reading.root[1]:
+        raise UnreadError("its result would go elsewhere")
+    check_calls_from_outside(model, place, reading)
 
 
 def _example(reading: Reading) -> tuple[Tensor | None, list[Tensor]]:
@@ -164,6 +228,8 @@ def _example(reading: Reading) -> tuple[Tensor | None, list[Tensor]]:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
         try:
             return x, _values(reading, x)
+        except UnreadError:
+            raise
         except Exception:
             continue
     return None, []
@@ -171,24 +237,23 @@ def _example(reading: Reading) -> tuple[Tensor | None, list[Tensor]]:
 
 @torch.no_grad()
 def _values(reading: Reading, x: Tensor) -> list[Tensor]:
-    """What the layer multiplies by its matrix, and the outputs of the module around it, in eval mode."""
+    """What the layer multiplies by its matrix, and the outputs of the module around it, in both modes."""
     layer, root = reading.layer, reading.root[1]
-    read: list[Tensor] = []
-    training = {module: module.training for module in root.modules()}
+    values: list[Tensor] = []
+    for training in (False, True):
+        read: list[Tensor] = []
 
-    def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        read.append(activated(arguments[0], layer.input_activation))
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...], read: list[Tensor] = read) -> None:
+            read.append(activated(arguments[0], layer.input_activation).clone())
 
-    try:
-        root.eval()
-        with removing(layer.register_forward_pre_hook(hook)):
-            output = getattr(root, reading.method)(x)
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-    if len(read) != 1:
-        raise PlanError(f"{reading.name} was called {len(read)} times")
-    return [*read, *(t for t in tree_leaves(output) if isinstance(t, Tensor))]
+        # Random numbers, such as those of dropout, are the same in each call.
+        with preserved(root, training), removing(layer.register_forward_pre_hook(hook)):
+            output = getattr(root, reading.method)(x.clone())
+            outputs = [t.clone() for t in tree_leaves(output) if isinstance(t, Tensor)]
+        if len(read) != 1:
+            raise UnreadError(f"{reading.name} was called {len(read)} times on an example")
+        values += [*read, *outputs]
+    return values
 
 
 def _is_same(before: list[Tensor], after: list[Tensor]) -> bool:

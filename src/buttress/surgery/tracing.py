@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +28,14 @@ Function = Callable[[Tensor], Tensor]
 
 _PROBE = torch.cat([torch.linspace(-12, 12, 2401, dtype=torch.float64), torch.tensor([-1e4, 1e4, 1e12]).double()])
 _PROBE_TOLERANCE = 1e-9
+_KINK = 1e-3
+"""Gradients are not compared this near to zero, where relu has two."""
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LAYERS = (StructuredLinear, StructuredPointwiseConv, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.GroupNorm, nn.LayerNorm)
+_ALLOCATING = {module.forward for module in (*_LAYERS, *_NORMS)}
+"""Computations whose result is always a new tensor that nothing else holds."""
 
 
 class UnreadError(Exception):
@@ -39,12 +51,14 @@ class Place:
         key: Attribute of the owner: a submodule, or a function.
         activation: Name of the activation.
         value: The submodule or function.
+        in_place: Whether it writes its result over its argument.
     """
 
     ancestors: tuple[tuple[str, nn.Module], ...]
     key: str
     activation: str
     value: Function
+    in_place: bool = False
 
     @property
     def name(self) -> str:
@@ -76,8 +90,89 @@ class Reading:
     width: int | None
 
 
+class _Snapshot:
+    """Attributes, containers and tensors of a module and of those in it, to compare with later and to restore.
+
+    Args:
+        root: The module.
+        parameters: Whether the values of parameters are copied, too.
+    """
+
+    def __init__(self, root: nn.Module, parameters: bool) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        visited: set[int] = set()
+
+        def visit(value: Any) -> None:
+            if not isinstance(value, dict | list | set | deque | tuple | Tensor) or id(value) in visited:
+                return
+            visited.add(id(value))
+            if isinstance(value, Tensor):
+                is_plain = type(value) is Tensor or (parameters and type(value) is nn.Parameter)
+                if is_plain and not value.is_meta and value.layout == torch.strided:
+                    self._tensors.append((value, value.detach().clone()))
+                return
+            items = {**value} if isinstance(value, dict) else [*value]
+            self._containers.append((value, items))
+            for item in items.values() if isinstance(items, dict) else items:
+                visit(item)
+
+        for module in root.modules():
+            visit(vars(module))
+
+    def is_changed(self) -> bool:
+        """Whether an attribute or an item of a container is another object now; values of tensors may differ."""
+        return any(_has_changed(container, items) for container, items in self._containers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give everything the value that it had."""
+        for container, items in self._containers:
+            if _has_changed(container, items):
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(items)
+        for tensor, values in self._tensors:
+            if not torch.equal(tensor, values):
+                tensor.data.copy_(values)
+
+
+def _has_changed(container: Any, items: Any) -> bool:
+    now, before = (
+        [*value.keys(), *value.values()] if isinstance(value, dict) else [*value] for value in (container, items)
+    )
+    return len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True))
+
+
+@contextmanager
+def preserved(root: nn.Module, training: bool, *, parameters: bool = True) -> Iterator[_Snapshot]:
+    """Set the mode of a module, and undo this and all that happens to its state when the block ends.
+
+    Args:
+        root: The module.
+        training: The mode for it and all modules in it. Their `train` methods, which may do more, are not called.
+        parameters: Whether parameters may change in the block, too.
+
+    Yields:
+        The state in this mode.
+    """
+    modes = [(module, module.training) for module in root.modules()]
+    devices = {tensor.device for tensor in (*root.parameters(), *root.buffers()) if tensor.is_cuda}
+    with torch.random.fork_rng(devices=[*devices]):
+        try:
+            for module, _ in modes:
+                module.training = training
+            snapshot = _Snapshot(root, parameters)
+            try:
+                yield snapshot
+            finally:
+                snapshot.restore()
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
 def activation_name(function: Function) -> str | None:
-    """Which of the activations a function or module computes, judged by its values.
+    """Which of the activations a function or module computes, judged by its values and gradients in both modes.
 
     Args:
         function: Any function of one tensor.
@@ -85,20 +180,58 @@ def activation_name(function: Function) -> str | None:
     Returns:
         The name of the activation; None if it computes something else.
     """
-    state = {key: id(value) for key, value in vars(function).items()} if isinstance(function, nn.Module) else {}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            y = function(_PROBE.clone())
+        probed = [_probed(function, training) for training in (False, True)]
     except Exception:
         return None
-    if not isinstance(y, Tensor) or y.shape != _PROBE.shape or y.dtype != _PROBE.dtype:
-        return None
-    if isinstance(function, nn.Module) and {key: id(value) for key, value in vars(function).items()} != state:
-        return None  # it keeps something between calls
     for name, activation in ACTIVATIONS.items():
-        if torch.allclose(y, activation.forward(_PROBE), rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE):
+        expected = _probed(activation.forward, False)
+        if all(_is_near(one, other) for pair in probed for one, other in zip(pair, expected, strict=True)):
             return name
     return None
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)
+
+
+def _probed(function: Function, training: bool) -> tuple[Tensor, Tensor]:
+    """Values of a function in one mode, and its derivatives away from zero.
+
+    Args:
+        function: A function of one tensor. It is copied, so that it cannot keep anything.
+        training: The mode of a module.
+
+    Returns:
+        The values and the derivatives.
+
+    Raises:
+        UnreadError: If it is no elementwise function, or keeps something between calls.
+        Exception: Whatever the function raises.
+    """
+    x = _PROBE.clone().requires_grad_()
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        if isinstance(function, nn.Module):
+            # Without its hooks, which would see the probe.
+            module = copy.deepcopy(function, {id(getattr(function, hooks)): OrderedDict() for hooks in _HOOKS})
+            with preserved(module, training) as snapshot:
+                y = module.forward(x.clone())
+                if snapshot.is_changed():
+                    raise UnreadError("it keeps something between calls")
+        else:
+            y = copy.deepcopy(function)(x.clone())
+        if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+            raise UnreadError("it is not elementwise")
+        (dx,) = torch.autograd.grad(y.sum(), x)
+    return y.detach(), dx[_PROBE.abs() > _KINK]
+
+
+def _works_in_place(function: Function) -> bool:
+    """Whether a function that is an activation writes over its argument."""
+    x = _PROBE.clone()
+    with torch.no_grad():
+        copy.deepcopy(function)(x)
+    return not torch.equal(x, _PROBE)
 
 
 def find_activations(model: nn.Module) -> Iterator[Place]:
@@ -120,13 +253,13 @@ def find_activations(model: nn.Module) -> Iterator[Place]:
         for key, value in [*vars(owner).items()]:
             from_torch = (getattr(value, "__module__", None) or "").startswith("torch.")
             if callable(value) and from_torch and not inspect.isclass(value) and (name := activation_name(value)):
-                yield Place(ancestors, key, name, value)
+                yield Place(ancestors, key, name, value, _works_in_place(value))
         for key, child in owner._modules.items():
             if child is None or isinstance(child, FusedActivation | StructuredLinear):
                 continue
             is_leaf = not child._modules and not child._parameters and not child._buffers
             if is_leaf and (name := activation_name(child)):
-                yield Place(ancestors, key, name, child)
+                yield Place(ancestors, key, name, child, _works_in_place(child))
             else:
                 yield from walk((*ancestors, (join(owner_name, key), child)))
 
@@ -154,21 +287,56 @@ def find_reader(model: nn.Module, place: Place) -> Reading:
     while True:
         root_name, root = place.ancestors[depth]
         # A list of modules is never called itself.
-        reader = None if type(root).forward is nn.Module.forward else _reader_in(root, place, opened)
-        if isinstance(reader, nn.Module):
+        if type(root).forward is nn.Module.forward:
+            reader, width = None, None
+        else:
+            reader, width = _reader_in_any_case(root, place, opened)
+        if isinstance(reader, StructuredLinear):
+            name = join(root_name, next(n for n, m in root.named_modules() if m is reader))
+            _check_layer(model, reader, name)
+            _path(model, root, place.owner)
+            _path(model, root, reader)
+            return Reading(name, reader, (root_name, root), _method(root), width)
+        if reader is not None:
             opened.append(reader)
-        elif reader is not None:
-            graph, layer = reader
-            name = next(n for n, m in root.named_modules() if m is layer)
-            _check_layer(model, layer, join(root_name, name))
-            return Reading(join(root_name, name), layer, (root_name, root), _method(root), _first_width(root, graph))
         elif depth == 0:
             raise UnreadError("its result is that of the model")
         else:
-            if len(set(map(id, _parents(model, root)))) > 1:
-                raise UnreadError(f"{root_name} is used by several modules")
             depth -= 1
             opened.append(place.ancestors[depth][1])
+
+
+def check_calls_from_outside(model: nn.Module, place: Place, reading: Reading) -> None:
+    """Check that the modules around a root use its activation and its layer through the root alone.
+
+    A forward that cannot be traced is checked up to where tracing fails.
+
+    Args:
+        model: The model.
+        place: The activation, as it is now.
+        reading: What reads it.
+
+    Raises:
+        UnreadError: If one of them calls a module inside the root.
+    """
+    root = reading.root[1]
+    inside = {*_path(model, root, place.owner), *_path(model, root, reading.layer)} - {root}
+    if isinstance(place.value, nn.Module):
+        inside.add(place.value)
+    parameters = {id(p) for p in reading.layer.parameters()}
+    for module in model.modules():
+        if module is root or type(module).forward is nn.Module.forward or all(m is not root for m in module.modules()):
+            continue
+        owned = dict(module.named_parameters(remove_duplicate=False))
+        for training in (False, True):
+            tracer = _Tracer(module, place, [module])
+            with suppress(UnreadError):
+                tracer.run(training, _defaults(module))
+            for node in tracer.nodes:
+                called = tracer.called(node)
+                is_read = node.op == "get_attr" and id(owned.get(str(node.target))) in parameters
+                if is_read or called is tracer.activation or (isinstance(called, nn.Module) and called in inside):
+                    raise UnreadError(f"the forward of {type(module).__name__} uses what is inside {reading.root[0]}")
 
 
 def _method(root: nn.Module) -> str:
@@ -179,76 +347,179 @@ def _method(root: nn.Module) -> str:
     return "forward"
 
 
-def _trace(root: nn.Module, opened: list[nn.Module]) -> fx.Graph:
-    """The calls of a module's forward pass; optional arguments have their defaults.
+def _defaults(root: nn.Module) -> dict[str, Any]:
+    """The optional arguments of the method that is traced, with their defaults."""
+    parameters = inspect.signature(getattr(type(root), _method(root))).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _cases(root: nn.Module) -> Iterator[tuple[str, bool, dict[str, Any]]]:
+    """Ways to call a module, the usual one first: in both modes, and with each optional flag or tensor given.
 
     Args:
         root: The module.
-        opened: Modules whose own calls are traced; others are opaque.
+
+    Yields:
+        What is special, for messages; the mode; and the arguments that have a fixed value.
+    """
+    defaults = _defaults(root)
+    for training in (False, True):
+        mode = "in training mode: " if training else ""
+        yield mode, training, defaults
+        for name, value in defaults.items():
+            others = {key: default for key, default in defaults.items() if key != name}
+            if isinstance(value, bool):
+                yield f"{mode}with {name}={not value}: ", training, {**others, name: not value}
+            elif value is None:
+                yield f"{mode}with {name}: ", training, others
+
+
+class _Tracer(fx.Tracer):
+    """Records the calls of a module's forward pass without running it.
+
+    Args:
+        root: The module.
+        place: An activation. Calls of it are told from others by their target, `activation`.
+        opened: Modules whose own calls are recorded; others are opaque.
+    """
+
+    def __init__(self, root: nn.Module, place: Place, opened: list[nn.Module]) -> None:
+        super().__init__()
+        self.traced_func_name = _method(root)
+        self.activation: Any = place.value
+        self._traced, self._place, self._opened = root, place, opened
+        self._modules = dict(root.named_modules(remove_duplicate=False))
+        self._proxies: dict[fx.Node, weakref.ref[fx.Proxy]] = {}
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The calls that were recorded."""
+        return list(self.graph.nodes) if hasattr(self, "graph") else []
+
+    def run(self, training: bool, arguments: dict[str, Any]) -> None:
+        """Trace the module; its state stays as it was.
+
+        Args:
+            training: The mode.
+            arguments: Arguments that have a fixed value.
+
+        Raises:
+            UnreadError: If it cannot be traced, or keeps something between calls.
+        """
+        if any("forward" in vars(m) for m in self._opened):
+            raise UnreadError("a forward around it was replaced on its module")
+        names = {module: name for name, module in self._modules.items()}
+        if changed := [names[m] for m in self._opened if m is not self._traced and m in names and _is_changed(m)]:
+            raise UnreadError(f"{changed[0]} has hooks")
+        kind = type(self._traced).__name__
+        with self._marked(), preserved(self._traced, training, parameters=False) as snapshot:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self.trace(self._traced, concrete_args=arguments or None)
+            except Exception as error:
+                raise UnreadError(f"the forward of {kind} cannot be traced: {first_line(error, 80)}") from None
+            if snapshot.is_changed():
+                raise UnreadError(f"the forward of {kind} keeps something between calls")
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """While the block runs, an activation that is a function leaves calls with a target of their own."""
+        if isinstance(self._place.value, nn.Module):
+            yield
+            return
+
+        def activation(*arguments: Any, **options: Any) -> Any:
+            return self.create_proxy("call_function", activation, arguments, options)
+
+        # The graph does not tell a function that is an attribute from the same function called by its name.
+        self.activation = activation
+        attributes = vars(self._place.owner)
+        attributes[self._place.key] = activation
+        try:
+            yield
+        finally:
+            attributes[self._place.key] = self._place.value
+
+    def called(self, node: fx.Node) -> Any:
+        """The module or function that a node calls."""
+        return self._modules[str(node.target)] if node.op == "call_module" else node.target
+
+    def is_kept(self, node: fx.Node) -> bool:
+        """Whether the result of a call is still referred to from somewhere, such as a list, after the forward pass."""
+        if self._proxies[node]() is not None:
+            gc.collect()
+        return self._proxies[node]() is not None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is opaque."""
+        return all(m is not other for other in self._opened)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for the result of a call."""
+        proxy = super().proxy(node)
+        self._proxies[node] = weakref.ref(proxy)
+        return proxy
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """Keys of a mapping: the additional named arguments of the module that is traced are taken to be none."""
+        is_named_arguments = obj.node.op == "placeholder" and str(obj.node.target).startswith("**")
+        return () if is_named_arguments else super().keys(obj)
+
+
+def _reader_in_any_case(root: nn.Module, place: Place, opened: list[nn.Module]) -> tuple[nn.Module | None, int | None]:
+    """What reads the activation's result, however the root is called, and the width of its first layer.
+
+    Args:
+        root: The module that is traced.
+        place: The activation.
+        opened: Modules whose own calls are recorded.
 
     Returns:
-        The graph.
+        A structured layer, a module to open, or None where the root returns the result; and inputs of the first layer.
 
     Raises:
-        UnreadError: If it cannot be traced.
+        UnreadError: If something else reads it, or if that depends on how the root is called.
     """
-    if any("forward" in vars(m) for m in opened):
-        raise UnreadError("a forward around it was replaced on its module")
-    ids = set(map(id, opened))
-
-    class Tracer(fx.Tracer):
-        traced_func_name = _method(root)
-
-        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-            return id(m) not in ids
-
-    parameters = inspect.signature(getattr(type(root), Tracer.traced_func_name)).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    try:
-        return Tracer().trace(root, concrete_args=defaults or None)
-    except Exception as error:
-        raise UnreadError(f"the forward of {type(root).__name__} cannot be traced: {first_line(error, 80)}") from None
+    found: list[tuple[nn.Module | None, int | None]] = []
+    for case, training, arguments in _cases(root):
+        tracer = _Tracer(root, place, opened)
+        try:
+            tracer.run(training, arguments)
+            found.append((_reader(tracer, place, type(root).__name__), _first_width(tracer)))
+        except UnreadError as error:
+            raise UnreadError(f"{case}{error}") from None
+        if found[-1][0] is not found[0][0]:
+            raise UnreadError(f"{case}its result goes elsewhere")
+    return found[0]
 
 
-def _trace_counting(root: nn.Module, place: Place, opened: list[nn.Module]) -> tuple[fx.Graph, int]:
-    """As `_trace`, with the number of times that the owner's attribute was called; 1 for a submodule."""
-    if isinstance(place.value, nn.Module):
-        return _trace(root, opened), 1
-    calls = 0
-
-    def counting(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return place.value(*arguments, **options)
-
-    # The graph does not tell a function that is an attribute from the same function called by its name.
-    attributes = vars(place.owner)
-    attributes[place.key] = counting
-    try:
-        return _trace(root, opened), calls
-    finally:
-        attributes[place.key] = place.value
-
-
-def _reader_in(
-    root: nn.Module, place: Place, opened: list[nn.Module]
-) -> tuple[fx.Graph, StructuredLinear] | nn.Module | None:
-    """What reads the activation's result: a structured layer, a module to open, or None where the root returns it."""
-    graph, attribute_calls = _trace_counting(root, place, opened)
-    modules = dict(root.named_modules(remove_duplicate=False))
-    calls = [node for node in graph.nodes if _called(node, modules) is place.value]
-    if len(calls) != 1:
-        raise UnreadError(f"the forward of {type(root).__name__} calls it {len(calls)} times")
-    if attribute_calls == 0:
+def _reader(tracer: _Tracer, place: Place, kind: str) -> nn.Module | None:
+    """What reads the activation's result in a trace, see `_reader_in_any_case`."""
+    calls = [node for node in tracer.nodes if tracer.called(node) is tracer.activation]
+    if (
+        not calls
+        and not isinstance(place.value, nn.Module)
+        and any(tracer.called(node) is place.value for node in tracer.nodes)
+    ):
         raise UnreadError("its owner calls the function by name")
+    if len(calls) != 1:
+        raise UnreadError(f"the forward of {kind} calls it {len(calls)} times")
     (node,) = calls
-    if _arguments(node) is None:
+    argument = _arguments(node)
+    if argument is None:
         raise UnreadError("it is called with several arguments")
-    if getattr(place.value, "inplace", False) and len(_arguments(node).users) > 1:
-        raise UnreadError("it works in place, on a tensor that is used elsewhere")
     if isinstance(place.value, nn.Module) and _is_changed(place.value):
         raise UnreadError("it has hooks")
+    if place.in_place:
+        if len(argument.users) > 1:
+            raise UnreadError("it works in place, on a tensor that is used elsewhere")
+        producer = tracer.called(argument)
+        if getattr(type(producer), "forward", None) not in _ALLOCATING or _is_changed(producer):
+            raise UnreadError("it works in place, on a tensor that may be used elsewhere")
     while True:
+        if tracer.is_kept(node):
+            raise UnreadError(f"the forward of {kind} keeps its result")
         users = list(node.users)
         if len(users) != 1:
             raise UnreadError(f"its result is used in {len(users)} places" if users else "its result is not used")
@@ -257,7 +528,7 @@ def _reader_in(
             if user.args != (node,):
                 raise UnreadError("its result is returned among others")
             return None
-        reader = _called(user, modules)
+        reader = tracer.called(user)
         if not isinstance(reader, nn.Module):
             raise UnreadError(f"its result goes into {_text(user)}")
         if isinstance(reader, nn.Identity) or (isinstance(reader, _DropoutNd) and reader.p == 0):
@@ -268,19 +539,14 @@ def _reader_in(
         if isinstance(reader, StructuredLinear):
             if _arguments(user) is not node:
                 raise UnreadError(f"{user.target} is called with several arguments")
-            if sum(_called(n, modules) is reader for n in graph.nodes) > 1:
+            if sum(tracer.called(n) is reader for n in tracer.nodes) > 1:
                 raise UnreadError(f"{user.target} is called several times")
-            return graph, reader
+            return reader
         if isinstance(reader, _DropoutNd):
             raise UnreadError(f"dropout with p={reader.p} follows")
         if not any(isinstance(m, StructuredLinear) for m in reader.modules()):
             raise UnreadError(f"it is read by {user.target}, {type(reader).__name__}, which is not structured")
         return reader
-
-
-def _called(node: fx.Node, modules: Mapping[str, nn.Module]) -> Any:
-    """The module or function that a node calls."""
-    return modules[str(node.target)] if node.op == "call_module" else node.target
 
 
 def _arguments(node: fx.Node) -> Any:
@@ -309,16 +575,39 @@ def _check_layer(model: nn.Module, layer: StructuredLinear, name: str) -> None:
         raise UnreadError(f"{name} is used by several modules")
 
 
+def _path(model: nn.Module, root: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """The modules from one inside a root up to the root.
+
+    Args:
+        model: The model.
+        root: The root.
+        module: A module in it, or the root itself.
+
+    Returns:
+        The module first, the root last.
+
+    Raises:
+        UnreadError: If one of them, apart from the root, has several parents: it may be called from elsewhere.
+    """
+    path = [module]
+    while path[-1] is not root:
+        parents = _parents(model, path[-1])
+        if any(parent is not parents[0] for parent in parents):
+            name = next(n for n, m in model.named_modules() if m is path[-1])
+            raise UnreadError(f"{name} is used by several modules")
+        path.append(parents[0])
+    return path
+
+
 def _parents(model: nn.Module, module: nn.Module) -> list[nn.Module]:
     """The modules that have another as a child, once for each of its names there."""
     return [m for m in model.modules() for child in m._modules.values() if child is module]
 
 
-def _first_width(root: nn.Module, graph: fx.Graph) -> int | None:
-    """Inputs of the first layer of a known width that a graph calls."""
-    modules = dict(root.named_modules(remove_duplicate=False))
-    for node in graph.nodes:
-        module = _called(node, modules)
+def _first_width(tracer: _Tracer) -> int | None:
+    """Inputs of the first layer of a known width that was called."""
+    for node in tracer.nodes:
+        module = tracer.called(node)
         if isinstance(module, nn.LayerNorm):
             return int(module.normalized_shape[-1])
         if isinstance(module, nn.Module):

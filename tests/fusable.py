@@ -1,0 +1,78 @@
+"""Small models with activations before structured layers, for the tests of fuse_."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+import buttress as bt
+
+
+def ffn(activation: nn.Module | None = None, *between: nn.Module) -> nn.Sequential:
+    layers = [nn.Linear(8, 12), activation or nn.GELU(), *between, nn.Linear(12, 8)]
+    return structured(nn.Sequential(*layers))
+
+
+def structured(model: Any, *globs: str) -> Any:
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    bt.replace_(model, dict.fromkeys(globs or linear, bt.BTT(rank=2)))
+    return model
+
+
+def note(model: nn.Module) -> str:
+    """The reason why the only activation is not fused."""
+    state = {name: type(m) for name, m in model.named_modules()}
+    report = bt.fuse_(model)
+    (row,) = report.rows
+    assert not row.layer
+    assert not report.fused
+    assert not row.verified
+    assert {name: type(m) for name, m in model.named_modules()} == state
+    assert all(m.input_activation is None for m in model.modules() if isinstance(m, bt.StructuredLinear))
+    return row.note
+
+
+class Block(nn.Module):
+    """A residual block whose parts `step` puts together."""
+
+    def __init__(self, activation: Any = None) -> None:
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.act = activation or nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+
+class ByAttribute(Block):
+    def step(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Halves(nn.Module):
+    """Activation and layer in two submodules, as in BERT."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.act = nn.Linear(8, 12), nn.GELU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.dense(x))
+
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.norm = nn.Linear(12, 8), nn.LayerNorm(8)
+
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            return self.norm(self.dense(h) + x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.First(), self.Second()
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = self.second(self.first(x), x)
+        return y if scale is None else y * scale
