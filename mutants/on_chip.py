@@ -210,8 +210,8 @@ MUTATIONS = (
     Mutation(
         "shared memory of other GPUs taken for an H200's",
         "ops/on_chip/options.py",
-        "self.group * sizes.s % 8 == 0\n            and _can_share(self.programs, self.shared_bytes(sizes), shared_limit)",
-        "self.group * sizes.s % 8 == 0\n            and _can_share(self.programs, self.shared_bytes(sizes), MAX_SHARED_BYTES)",
+        "% 8 == 0\n            and _can_share(self.programs, self.shared_bytes(sizes), shared_limit)",
+        "% 8 == 0\n            and _can_share(self.programs, self.shared_bytes(sizes), MAX_SHARED_BYTES)",
         OPTIONS,
     ),
     Mutation(
