@@ -58,18 +58,18 @@ def apply(
         factors = scaled_factors(factors, scales)
     if layouts_of(chain).bmm.plain and not any(chain.padding):
         # In half precision, the bias is added before the result is rounded.
-        return _apply_plain(activated(x, activation), factors, bias, recompute)
+        return _apply_plain(chain, activated(x, activation), factors, bias, recompute)
     y = _apply_blocks(chain, x, factors, recompute, activation)
     if chain.padding[1]:
         y = y[:, : chain.d_out]
     return y if bias is None else y + bias
 
 
-def _apply_plain(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, recompute: bool) -> Tensor:
+def _apply_plain(chain: Chain, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, recompute: bool) -> Tensor:
     """The output of a chain without blocks."""
     # Torch saves the inputs of the factors that learn. To recompute them takes x, which is saved for factor 1 anyway.
-    width = sum(w.shape[-1] for w in factors[1:] if w.requires_grad)
-    recompute = recompute and width > (0 if factors[0].requires_grad else x.shape[1])
+    width = sum(f.d_in for f, w in zip(chain.factors[1:], factors[1:], strict=True) if w.requires_grad)
+    recompute = recompute and width > (0 if factors[0].requires_grad else chain.d_in)
     if _torch_derives_gradients():
         return _traced(_plain, recompute, x, bias, *factors)
     if not recompute:
