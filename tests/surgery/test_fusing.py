@@ -211,6 +211,12 @@ def test_convolutions() -> None:
     torch.testing.assert_close(model(x), before)
 
 
+def test_an_activation_in_place_after_a_norm() -> None:
+    model = nn.Sequential(nn.Conv2d(6, 12, 1), nn.BatchNorm2d(12), nn.Identity(), nn.ReLU(True), nn.Conv2d(12, 6, 1))
+    bt.replace_(model, {"0": bt.BTT(), "4": bt.BTT()})
+    assert bt.fuse_(model).fused == ("4",)
+
+
 def test_a_change_of_the_outputs_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply = bt.StructuredLinear._multiply
     monkeypatch.setattr(

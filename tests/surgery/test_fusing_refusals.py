@@ -51,6 +51,14 @@ class InPlace(Block):
         return self.down(self.act(h)) + h
 
 
+class Overwrites(Block):
+    def step(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        a = self.act(h)
+        h.mul_(2)
+        return self.down(a)
+
+
 class Depends(Block):
     def step(self, x: Tensor) -> Tensor:
         return self.down(self.act(x)) if x.sum() > 0 else x
@@ -136,6 +144,7 @@ class Reaches(nn.Module):
         (TwoLayers(), "its result is used in 2 places"),
         (LayerTwice(), "down is called several times"),
         (InPlace(nn.ReLU(inplace=True)), "it works in place, on a tensor that is used elsewhere"),
+        (Overwrites(), "its argument is used again before down is called"),
         (Depends(), "the forward of Depends cannot be traced"),
         (ByName(F.gelu), "its owner calls the function by name"),
         (ByName(), "the forward of ByName calls it 0 times"),
@@ -167,8 +176,10 @@ def test_what_is_left_as_it_was(model: nn.Module, reason: str) -> None:
 def test_hooks_and_replaced_forwards() -> None:
     for index, reason in ((1, "it has hooks"), (2, "2 has hooks")):
         model = ffn()
-        handle = model[index].register_forward_hook(lambda *_: None)
+        seen: list[Any] = []
+        handle = model[index].register_forward_hook(lambda *_, seen=seen: seen.append(1))
         assert note(model) == reason
+        assert not seen
         handle.remove()
         assert bt.fuse_(model).fused
     for part, register in (("first", "register_forward_hook"), ("second", "register_forward_pre_hook")):

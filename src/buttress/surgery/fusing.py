@@ -19,10 +19,10 @@ from buttress.surgery.tracing import (
     Place,
     Reading,
     UnreadError,
-    check_calls_from_outside,
     find_activations,
     find_reader,
     preserved,
+    used_from_outside,
 )
 from buttress.text_table import render
 
@@ -72,6 +72,19 @@ class FusionReport:
         return f"{render(self.rows)}\n{count}; those that a forward calls by name, such as F.gelu(x), are not found"
 
 
+@dataclass(frozen=True)
+class _Fusion:
+    """An activation that a layer applies now: its place, with what is there now, its reader, and its row's index."""
+
+    place: Place
+    reading: Reading
+    fused: FusedActivation
+    row: int
+
+    def undo(self) -> None:
+        _restore(self.place.owner, self.place.key, self.fused)
+
+
 def fuse_(model: nn.Module) -> FusionReport:
     """Let structured layers apply the activations before them, in place: y = W act(x) + bias in one step.
 
@@ -97,7 +110,21 @@ def fuse_(model: nn.Module) -> FusionReport:
         >>> print(bt.fuse_(model))
     """
     check_not_wrapped(model, "fusing")
-    return FusionReport(tuple([_fused_row(model, place) for place in list(find_activations(model))]))
+    rows: list[FusionRow] = []
+    fusions: list[_Fusion] = []
+    try:
+        for place in list(find_activations(model)):
+            row, fusion = _fused(model, place, len(rows))
+            rows.append(row)
+            fusions += [fusion] if fusion else []
+        for i, reason in used_from_outside(model, [(fusion.place, fusion.reading) for fusion in fusions]).items():
+            fusions[i].undo()
+            rows[fusions[i].row] = replace(rows[fusions[i].row], layer="", verified=False, note=reason)
+    except BaseException:
+        for fusion in fusions:
+            fusion.undo()
+        raise
+    return FusionReport(tuple(rows))
 
 
 def unfuse_(model: nn.Module) -> nn.Module:
@@ -175,31 +202,42 @@ def _restore(owner: nn.Module, key: str, fused: FusedActivation) -> None:
         vars(owner)[key] = original
 
 
-def _fused_row(model: nn.Module, place: Place) -> FusionRow:
+def _fused(model: nn.Module, place: Place, index: int) -> tuple[FusionRow, _Fusion | None]:
+    """Fuse one activation, if that changes nothing.
+
+    Args:
+        model: The model.
+        place: The activation.
+        index: Index of its row.
+
+    Returns:
+        Its row, and what was fused.
+    """
     row = FusionRow(place.name, place.activation, "", False, "")
     try:
         reading = find_reader(model, place)
         x, before = _example(reading)
     except UnreadError as error:
-        return replace(row, note=str(error))
+        return replace(row, note=str(error)), None
     fused = FusedActivation(place.activation, place.value, reading.layer).train(place.owner.training)
-    is_fused = False
+    note = "interrupted"
     try:
-        _check_replaced(model, _put(place, fused), reading)
+        now = _put(place, fused)
+        _check_replaced(model, now, reading)
         fused.layer.input_activation = fused.activation
-        if x is not None and not _is_same(before, _values(reading, x)):
-            return replace(row, note=f"the outputs of {reading.root[0] or 'the model'} would change")
-        is_fused = True
+        is_same = x is None or _is_same(before, _values(reading, x))
+        note = "" if is_same else f"the outputs of {reading.root[0] or 'the model'} would change"
     except UnreadError as error:
-        return replace(row, note=str(error))
+        note = str(error)
     except Exception as error:
-        return replace(row, note=f"{reading.root[0] or 'the model'} would fail: {first_line(error, 80)}")
+        note = f"{reading.root[0] or 'the model'} would fail: {first_line(error, 80)}"
     finally:
-        if not is_fused:
+        if note:
             _restore(place.owner, place.key, fused)
-    return replace(
-        row, layer=reading.name, verified=x is not None, note="" if x is not None else "no example input: not verified"
-    )
+    if note:
+        return replace(row, note=note), None
+    note = "" if x is not None else "no example input: not verified"
+    return replace(row, layer=reading.name, verified=x is not None, note=note), _Fusion(now, reading, fused, index)
 
 
 def _check_replaced(model: nn.Module, place: Place, reading: Reading) -> None:
@@ -216,7 +254,6 @@ def _check_replaced(model: nn.Module, place: Place, reading: Reading) -> None:
     again = find_reader(model, place)
     if again.layer is not reading.layer or again.root[1] is not reading.root[1]:
         raise UnreadError("its result would go elsewhere")
-    check_calls_from_outside(model, place, reading)
 
 
 def _example(reading: Reading) -> tuple[Tensor | None, list[Tensor]]:

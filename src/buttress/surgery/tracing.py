@@ -8,7 +8,7 @@ import inspect
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -211,26 +211,33 @@ def _probed(function: Function, training: bool) -> tuple[Tensor, Tensor]:
     """
     x = _PROBE.clone().requires_grad_()
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        function = _copied(function)
         if isinstance(function, nn.Module):
-            # Without its hooks, which would see the probe.
-            module = copy.deepcopy(function, {id(getattr(function, hooks)): OrderedDict() for hooks in _HOOKS})
-            with preserved(module, training) as snapshot:
-                y = module.forward(x.clone())
+            with preserved(function, training) as snapshot:
+                y = function(x.clone())
                 if snapshot.is_changed():
                     raise UnreadError("it keeps something between calls")
         else:
-            y = copy.deepcopy(function)(x.clone())
+            y = function(x.clone())
         if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
             raise UnreadError("it is not elementwise")
         (dx,) = torch.autograd.grad(y.sum(), x)
     return y.detach(), dx[_PROBE.abs() > _KINK]
 
 
+def _copied(function: Function) -> Function:
+    """A copy that can be called without leaving anything behind: one of a module has no hooks."""
+    hooks: dict[int, Any] = (
+        {id(getattr(function, name)): OrderedDict() for name in _HOOKS} if isinstance(function, nn.Module) else {}
+    )
+    return copy.deepcopy(function, hooks)
+
+
 def _works_in_place(function: Function) -> bool:
     """Whether a function that is an activation writes over its argument."""
     x = _PROBE.clone()
     with torch.no_grad():
-        copy.deepcopy(function)(x)
+        _copied(function)(x)
     return not torch.equal(x, _PROBE)
 
 
@@ -306,37 +313,43 @@ def find_reader(model: nn.Module, place: Place) -> Reading:
             opened.append(place.ancestors[depth][1])
 
 
-def check_calls_from_outside(model: nn.Module, place: Place, reading: Reading) -> None:
-    """Check that the modules around a root use its activation and its layer through the root alone.
+def used_from_outside(model: nn.Module, readings: Sequence[tuple[Place, Reading]]) -> dict[int, str]:
+    """Which activations and layers are used by a module around the root of their reading, past that root.
 
     A forward that cannot be traced is checked up to where tracing fails.
 
     Args:
         model: The model.
-        place: The activation, as it is now.
-        reading: What reads it.
+        readings: Activations, each with what is in its place now, and what reads them.
 
-    Raises:
-        UnreadError: If one of them calls a module inside the root.
+    Returns:
+        Reasons, by index in `readings`.
     """
-    root = reading.root[1]
-    inside = {*_path(model, root, place.owner), *_path(model, root, reading.layer)} - {root}
-    if isinstance(place.value, nn.Module):
-        inside.add(place.value)
-    parameters = {id(p) for p in reading.layer.parameters()}
+    reasons: dict[int, str] = {}
+    places = [place for place, _ in readings]
+    inside = [_inside(model, place, reading) for place, reading in readings]
     for module in model.modules():
-        if module is root or type(module).forward is nn.Module.forward or all(m is not root for m in module.modules()):
+        within = set(map(id, module.modules())) - {id(module)}
+        indices = [i for i, (_, reading) in enumerate(readings) if id(reading.root[1]) in within]
+        if not indices or type(module).forward is nn.Module.forward:
             continue
         owned = dict(module.named_parameters(remove_duplicate=False))
         for training in (False, True):
-            tracer = _Tracer(module, place, [module])
+            tracer = _Tracer(module, [module], places)
             with suppress(UnreadError):
                 tracer.run(training, _defaults(module))
-            for node in tracer.nodes:
-                called = tracer.called(node)
-                is_read = node.op == "get_attr" and id(owned.get(str(node.target))) in parameters
-                if is_read or called is tracer.activation or (isinstance(called, nn.Module) and called in inside):
-                    raise UnreadError(f"the forward of {type(module).__name__} uses what is inside {reading.root[0]}")
+            used = {id(owned.get(str(n.target)) if n.op == "get_attr" else tracer.called(n)) for n in tracer.nodes}
+            for i in indices:
+                if id(tracer.marks[i]) in used or not used.isdisjoint(inside[i]):
+                    reasons[i] = f"the forward of {type(module).__name__} uses what is inside {readings[i][1].root[0]}"
+    return reasons
+
+
+def _inside(model: nn.Module, place: Place, reading: Reading) -> set[int]:
+    """Identities of what only the root of a reading may use: modules on the way to both, and the layer's parameters."""
+    root = reading.root[1]
+    modules = {*_path(model, root, place.owner), *_path(model, root, reading.layer)} - {root}
+    return set(map(id, [*modules, *reading.layer.parameters()]))
 
 
 def _method(root: nn.Module) -> str:
@@ -379,15 +392,15 @@ class _Tracer(fx.Tracer):
 
     Args:
         root: The module.
-        place: An activation. Calls of it are told from others by their target, `activation`.
         opened: Modules whose own calls are recorded; others are opaque.
+        places: Activations. Calls of them are told from others by their targets, which `marks` has in this order.
     """
 
-    def __init__(self, root: nn.Module, place: Place, opened: list[nn.Module]) -> None:
+    def __init__(self, root: nn.Module, opened: list[nn.Module], places: list[Place]) -> None:
         super().__init__()
         self.traced_func_name = _method(root)
-        self.activation: Any = place.value
-        self._traced, self._place, self._opened = root, place, opened
+        self.marks: list[Any] = [p.value if isinstance(p.value, nn.Module) else self._mark() for p in places]
+        self._traced, self._opened, self._places = root, opened, places
         self._modules = dict(root.named_modules(remove_duplicate=False))
         self._proxies: dict[fx.Node, weakref.ref[fx.Proxy]] = {}
 
@@ -422,24 +435,24 @@ class _Tracer(fx.Tracer):
             if snapshot.is_changed():
                 raise UnreadError(f"the forward of {kind} keeps something between calls")
 
-    @contextmanager
-    def _marked(self) -> Iterator[None]:
-        """While the block runs, an activation that is a function leaves calls with a target of their own."""
-        if isinstance(self._place.value, nn.Module):
-            yield
-            return
-
+    def _mark(self) -> Function:
         def activation(*arguments: Any, **options: Any) -> Any:
             return self.create_proxy("call_function", activation, arguments, options)
 
+        return activation
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """While the block runs, activations that are functions leave calls with a target of their own."""
         # The graph does not tell a function that is an attribute from the same function called by its name.
-        self.activation = activation
-        attributes = vars(self._place.owner)
-        attributes[self._place.key] = activation
+        functions = [p for p in zip(self._places, self.marks, strict=True) if not isinstance(p[1], nn.Module)]
         try:
+            for place, mark in functions:
+                vars(place.owner)[place.key] = mark
             yield
         finally:
-            attributes[self._place.key] = self._place.value
+            for place, _ in functions:
+                vars(place.owner)[place.key] = place.value
 
     def called(self, node: fx.Node) -> Any:
         """The module or function that a node calls."""
@@ -483,7 +496,7 @@ def _reader_in_any_case(root: nn.Module, place: Place, opened: list[nn.Module]) 
     """
     found: list[tuple[nn.Module | None, int | None]] = []
     for case, training, arguments in _cases(root):
-        tracer = _Tracer(root, place, opened)
+        tracer = _Tracer(root, opened, [place])
         try:
             tracer.run(training, arguments)
             found.append((_reader(tracer, place, type(root).__name__), _first_width(tracer)))
@@ -496,7 +509,7 @@ def _reader_in_any_case(root: nn.Module, place: Place, opened: list[nn.Module]) 
 
 def _reader(tracer: _Tracer, place: Place, kind: str) -> nn.Module | None:
     """What reads the activation's result in a trace, see `_reader_in_any_case`."""
-    calls = [node for node in tracer.nodes if tracer.called(node) is tracer.activation]
+    calls = [node for node in tracer.nodes if tracer.called(node) is tracer.marks[0]]
     if (
         not calls
         and not isinstance(place.value, nn.Module)
@@ -507,16 +520,12 @@ def _reader(tracer: _Tracer, place: Place, kind: str) -> nn.Module | None:
         raise UnreadError(f"the forward of {kind} calls it {len(calls)} times")
     (node,) = calls
     argument = _arguments(node)
-    if argument is None:
+    if not isinstance(argument, fx.Node):
         raise UnreadError("it is called with several arguments")
     if isinstance(place.value, nn.Module) and _is_changed(place.value):
         raise UnreadError("it has hooks")
     if place.in_place:
-        if len(argument.users) > 1:
-            raise UnreadError("it works in place, on a tensor that is used elsewhere")
-        producer = tracer.called(argument)
-        if getattr(type(producer), "forward", None) not in _ALLOCATING or _is_changed(producer):
-            raise UnreadError("it works in place, on a tensor that may be used elsewhere")
+        _check_argument(tracer, argument)
     while True:
         if tracer.is_kept(node):
             raise UnreadError(f"the forward of {kind} keeps its result")
@@ -541,12 +550,35 @@ def _reader(tracer: _Tracer, place: Place, kind: str) -> nn.Module | None:
                 raise UnreadError(f"{user.target} is called with several arguments")
             if sum(tracer.called(n) is reader for n in tracer.nodes) > 1:
                 raise UnreadError(f"{user.target} is called several times")
+            between = tracer.nodes[tracer.nodes.index(calls[0]) + 1 : tracer.nodes.index(user)]
+            if any(argument in n.all_input_nodes for n in between):
+                # It may be overwritten there, and the layer is to read it afterwards.
+                raise UnreadError(f"its argument is used again before {user.target} is called")
             return reader
         if isinstance(reader, _DropoutNd):
             raise UnreadError(f"dropout with p={reader.p} follows")
         if not any(isinstance(m, StructuredLinear) for m in reader.modules()):
             raise UnreadError(f"it is read by {user.target}, {type(reader).__name__}, which is not structured")
         return reader
+
+
+def _check_argument(tracer: _Tracer, argument: fx.Node) -> None:
+    """Check that nothing else sees what an activation that works in place does to its argument.
+
+    Args:
+        tracer: The trace.
+        argument: The argument.
+
+    Raises:
+        UnreadError: If something may see it.
+    """
+    if len(argument.users) > 1:
+        raise UnreadError("it works in place, on a tensor that is used elsewhere")
+    producer = tracer.called(argument)
+    if isinstance(producer, nn.Identity) and not _is_changed(producer) and _arguments(argument) is not None:
+        _check_argument(tracer, _arguments(argument))
+    elif getattr(type(producer), "forward", None) not in _ALLOCATING or _is_changed(producer):
+        raise UnreadError("it works in place, on a tensor that may be used elsewhere")
 
 
 def _arguments(node: fx.Node) -> Any:
