@@ -178,6 +178,7 @@ MUTATIONS = (
         "weights[::-1], scales[::-1]",
         "weights[::-1], scales",
         PASSES,
+        equivalent="both scales multiply the gradient of x, in whichever order: only the rounding of dz differs",
     ),
     Mutation(
         "z saved although it stays on the chip",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -36,8 +37,11 @@ def test_many_tokens_and_few_programs_come_first() -> None:
 
 def test_warps_have_whole_units_or_units_have_whole_warps() -> None:
     """What a warp has must not depend on which warp it is: the compiler keeps it in registers."""
-    assert GradientOptions(8, 8, warps=16).fits(WIDTH_1024)  # 16 items of 8 units, two for each
-    assert not GradientOptions(8, 12, warps=16).fits(WIDTH_1024)  # 24 items of 8 units, three for each: two to a warp
+    even = GradientOptions(8, 8, warps=16, prefetch=False, held=False)  # 16 items of 8 units: one to a warp
+    odd = replace(even, b_group=12)  # 24 items, three to a unit, but two to a warp
+    assert even.fits(WIDTH_1024)
+    assert odd.registers(WIDTH_1024) <= 128
+    assert not odd.fits(WIDTH_1024)
     for options in gradient_candidates(WIDTH_1024):
         assert all(side.is_even for side in options.sides(WIDTH_1024))
 
