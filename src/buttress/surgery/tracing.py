@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,7 +103,10 @@ class _Snapshot:
         self._tensors: list[tuple[Tensor, Tensor]] = []
         visited: set[int] = set()
 
-        def visit(value: Any) -> None:
+        def visit(value: Any, in_module: bool = True) -> None:
+            if in_module and hasattr(value, "__dict__") and not (callable(value) or isinstance(value, Tensor)):
+                # Such as a configuration; what it refers to in turn may be anything, a trainer for example.
+                visit(vars(value), False)
             if not isinstance(value, dict | list | set | deque | tuple | Tensor) or id(value) in visited:
                 return
             visited.add(id(value))
@@ -115,7 +118,7 @@ class _Snapshot:
             items = {**value} if isinstance(value, dict) else [*value]
             self._containers.append((value, items))
             for item in items.values() if isinstance(items, dict) else items:
-                visit(item)
+                visit(item, in_module)
 
         for module in root.modules():
             visit(vars(module))
@@ -334,13 +337,13 @@ def used_from_outside(model: nn.Module, readings: Sequence[tuple[Place, Reading]
         if not indices or type(module).forward is nn.Module.forward:
             continue
         owned = dict(module.named_parameters(remove_duplicate=False))
-        for training in (False, True):
+        for case in _cases(module)[:2]:
             tracer = _Tracer(module, [module], places)
             with suppress(UnreadError):
-                tracer.run(training, _defaults(module))
+                tracer.run(case)
             used = {id(owned.get(str(n.target)) if n.op == "get_attr" else tracer.called(n)) for n in tracer.nodes}
             for i in indices:
-                if id(tracer.marks[i]) in used or not used.isdisjoint(inside[i]):
+                if not used.isdisjoint({id(places[i].value), id(tracer.marks[i]), *inside[i]}):
                     reasons[i] = f"the forward of {type(module).__name__} uses what is inside {readings[i][1].root[0]}"
     return reasons
 
@@ -360,31 +363,47 @@ def _method(root: nn.Module) -> str:
     return "forward"
 
 
-def _defaults(root: nn.Module) -> dict[str, Any]:
-    """The optional arguments of the method that is traced, with their defaults."""
-    parameters = inspect.signature(getattr(type(root), _method(root))).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
+@dataclass(frozen=True)
+class _Case:
+    """A way to call a module.
+
+    Attributes:
+        text: What is special about it, for messages.
+        training: The mode.
+        arguments: Arguments that have a fixed value.
+        options: Names of additional arguments, where the module takes any.
+    """
+
+    text: str
+    training: bool
+    arguments: dict[str, Any]
+    options: tuple[str, ...] = ()
 
 
-def _cases(root: nn.Module) -> Iterator[tuple[str, bool, dict[str, Any]]]:
-    """Ways to call a module, the usual one first: in both modes, and with each optional flag or tensor given.
+def _cases(root: nn.Module) -> list[_Case]:
+    """Ways to call a module, the usual one first: in both modes, and with each optional argument given.
 
     Args:
         root: The module.
 
-    Yields:
-        What is special, for messages; the mode; and the arguments that have a fixed value.
+    Returns:
+        The two modes with default arguments, then the others.
     """
-    defaults = _defaults(root)
-    for training in (False, True):
-        mode = "in training mode: " if training else ""
-        yield mode, training, defaults
+    parameters = inspect.signature(getattr(type(root), _method(root))).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    usual = [_Case("", False, defaults), _Case("in training mode: ", True, defaults)]
+    cases = [*usual]
+    for case in usual:
         for name, value in defaults.items():
             others = {key: default for key, default in defaults.items() if key != name}
             if isinstance(value, bool):
-                yield f"{mode}with {name}={not value}: ", training, {**others, name: not value}
-            elif value is None:
-                yield f"{mode}with {name}: ", training, others
+                cases.append(replace(case, text=f"with {name}={not value}: ", arguments={**others, name: not value}))
+            else:
+                # A forward that computes with the argument can be traced, one that decides by its value cannot.
+                cases.append(replace(case, text=f"with {name}: ", arguments=others))
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            cases.append(replace(case, text="with another argument: ", options=("another_argument",)))
+    return cases
 
 
 class _Tracer(fx.Tracer):
@@ -393,13 +412,14 @@ class _Tracer(fx.Tracer):
     Args:
         root: The module.
         opened: Modules whose own calls are recorded; others are opaque.
-        places: Activations. Calls of them are told from others by their targets, which `marks` has in this order.
+        places: Activations. `marks` has, in this order, functions that are called instead of those that are functions,
+            and instead of the forward of a module that fuse_ put there, which would leave no trace.
     """
 
     def __init__(self, root: nn.Module, opened: list[nn.Module], places: list[Place]) -> None:
         super().__init__()
         self.traced_func_name = _method(root)
-        self.marks: list[Any] = [p.value if isinstance(p.value, nn.Module) else self._mark() for p in places]
+        self.marks = [self._mark() for _ in places]
         self._traced, self._opened, self._places = root, opened, places
         self._modules = dict(root.named_modules(remove_duplicate=False))
         self._proxies: dict[fx.Node, weakref.ref[fx.Proxy]] = {}
@@ -409,12 +429,11 @@ class _Tracer(fx.Tracer):
         """The calls that were recorded."""
         return list(self.graph.nodes) if hasattr(self, "graph") else []
 
-    def run(self, training: bool, arguments: dict[str, Any]) -> None:
+    def run(self, case: _Case) -> None:
         """Trace the module; its state stays as it was.
 
         Args:
-            training: The mode.
-            arguments: Arguments that have a fixed value.
+            case: How it is called.
 
         Raises:
             UnreadError: If it cannot be traced, or keeps something between calls.
@@ -425,11 +444,12 @@ class _Tracer(fx.Tracer):
         if changed := [names[m] for m in self._opened if m is not self._traced and m in names and _is_changed(m)]:
             raise UnreadError(f"{changed[0]} has hooks")
         kind = type(self._traced).__name__
-        with self._marked(), preserved(self._traced, training, parameters=False) as snapshot:
+        self._options = case.options
+        with self._marked(), preserved(self._traced, case.training, parameters=False) as snapshot:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    self.trace(self._traced, concrete_args=arguments or None)
+                    self.trace(self._traced, concrete_args=case.arguments or None)
             except Exception as error:
                 raise UnreadError(f"the forward of {kind} cannot be traced: {first_line(error, 80)}") from None
             if snapshot.is_changed():
@@ -443,16 +463,25 @@ class _Tracer(fx.Tracer):
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """While the block runs, activations that are functions leave calls with a target of their own."""
-        # The graph does not tell a function that is an attribute from the same function called by its name.
-        functions = [p for p in zip(self._places, self.marks, strict=True) if not isinstance(p[1], nn.Module)]
+        """While the block runs, the marks are in their places."""
+        marked: list[tuple[dict[str, Any], str, Function]] = []
+        for place, mark in zip(self._places, self.marks, strict=True):
+            if isinstance(place.value, FusedActivation):
+                marked.append((vars(place.value), "forward", mark))
+            elif not isinstance(place.value, nn.Module):
+                # The graph does not tell a function that is an attribute from the same function called by its name.
+                marked.append((vars(place.owner), place.key, mark))
+        before = [attributes.get(key) for attributes, key, _ in marked]
         try:
-            for place, mark in functions:
-                vars(place.owner)[place.key] = mark
+            for attributes, key, mark in marked:
+                attributes[key] = mark
             yield
         finally:
-            for place, _ in functions:
-                vars(place.owner)[place.key] = place.value
+            for (attributes, key, _), value in zip(marked, before, strict=True):
+                if value is None:
+                    del attributes[key]
+                else:
+                    attributes[key] = value
 
     def called(self, node: fx.Node) -> Any:
         """The module or function that a node calls."""
@@ -475,9 +504,15 @@ class _Tracer(fx.Tracer):
         return proxy
 
     def keys(self, obj: fx.Proxy) -> Any:
-        """Keys of a mapping: the additional named arguments of the module that is traced are taken to be none."""
+        """Keys of a mapping; the case decides which additional arguments the module that is traced gets."""
         is_named_arguments = obj.node.op == "placeholder" and str(obj.node.target).startswith("**")
-        return () if is_named_arguments else super().keys(obj)
+        return self._options if is_named_arguments else super().keys(obj)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Record a call, or look inside a module that the forward pass itself made, such as a slice of a Sequential."""
+        if all(m is not module for module in self._modules.values()):
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
 
 
 def _reader_in_any_case(root: nn.Module, place: Place, opened: list[nn.Module]) -> tuple[nn.Module | None, int | None]:
@@ -495,21 +530,22 @@ def _reader_in_any_case(root: nn.Module, place: Place, opened: list[nn.Module]) 
         UnreadError: If something else reads it, or if that depends on how the root is called.
     """
     found: list[tuple[nn.Module | None, int | None]] = []
-    for case, training, arguments in _cases(root):
+    for case in _cases(root):
         tracer = _Tracer(root, opened, [place])
         try:
-            tracer.run(training, arguments)
+            tracer.run(case)
             found.append((_reader(tracer, place, type(root).__name__), _first_width(tracer)))
         except UnreadError as error:
-            raise UnreadError(f"{case}{error}") from None
+            raise UnreadError(f"{case.text}{error}") from None
         if found[-1][0] is not found[0][0]:
-            raise UnreadError(f"{case}its result goes elsewhere")
+            raise UnreadError(f"{case.text}its result goes elsewhere")
     return found[0]
 
 
 def _reader(tracer: _Tracer, place: Place, kind: str) -> nn.Module | None:
     """What reads the activation's result in a trace, see `_reader_in_any_case`."""
-    calls = [node for node in tracer.nodes if tracer.called(node) is tracer.marks[0]]
+    target = place.value if isinstance(place.value, nn.Module) else tracer.marks[0]
+    calls = [node for node in tracer.nodes if tracer.called(node) is target]
     if (
         not calls
         and not isinstance(place.value, nn.Module)
