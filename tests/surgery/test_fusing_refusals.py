@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import buttress as bt
-from fusable import Block, Halves, ffn, note, structured
+from fusable import Block, ByAttribute, Halves, ffn, note, structured
 
 
 class Gated(nn.Module):
@@ -123,16 +125,50 @@ class OfInput(nn.Module):
         return x + self.part(x)
 
 
-class Reaches(nn.Module):
-    """Uses one part of a sequence by itself."""
+class WithMode(Block):
+    def forward(self, x: Tensor, mode: str = "layer") -> Any:
+        h = self.act(self.up(x))
+        return self.down(h) if mode == "layer" else h
 
-    def __init__(self, index: int) -> None:
+
+class WithOptions(Block):
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        h = self.act(self.up(x))
+        return h if {**options} else self.down(h)
+
+
+class RemembersInObject(Block):
+    def __init__(self) -> None:
         super().__init__()
-        self.index = index
+        self.kept = SimpleNamespace(h=None)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.kept.h = self.up(x)
+        return self.down(self.act(self.kept.h))
+
+
+class Reaches(nn.Module):
+    """Uses a part of a sequence by itself."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use = use
         self.ffn = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ffn(x)[..., :8] + self.ffn[self.index](F.pad(x, (0, 4)))[..., :8]
+        return self.ffn(x)[..., :8] + self.use(self.ffn, x)[..., :8]
+
+
+class ReachesFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = ByAttribute(F.relu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ffn(x) + self.ffn.act(x)
+
+
+OUTSIDE = "the forward of Reaches uses what is inside ffn"
 
 
 @pytest.mark.parametrize(
@@ -156,8 +192,15 @@ class Reaches(nn.Module):
         (WithTensor(), "with skip: its result goes into add"),
         (OfInput(), "it works in place, on a tensor that may be used elsewhere"),
         (nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 8)), "may be used elsewhere"),
-        (Reaches(1), "the forward of Reaches uses what is inside ffn"),
-        (Reaches(2), "the forward of Reaches uses what is inside ffn"),
+        (WithMode(), "with mode: the forward of WithMode cannot be traced"),
+        (WithOptions(), "with another argument: its result goes elsewhere"),
+        (RemembersInObject(), "the forward of RemembersInObject keeps something between calls"),
+        (Reaches(lambda ffn, x: ffn[1](x)), OUTSIDE),
+        (Reaches(lambda ffn, x: ffn[1].forward(x)), OUTSIDE),
+        (Reaches(lambda ffn, x: ffn[2](F.pad(x, (0, 4)))), OUTSIDE),
+        (Reaches(lambda ffn, x: ffn[2].forward(F.pad(x, (0, 4)))), OUTSIDE),
+        (Reaches(lambda ffn, x: ffn[:2](x)), OUTSIDE),
+        (ReachesFunction(), "the forward of ReachesFunction uses what is inside ffn"),
         (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8)), "which is not structured"),
         (nn.Sequential(nn.Linear(8, 8), nn.GELU()), "its result is that of the model"),
     ],
@@ -170,6 +213,7 @@ def test_what_is_left_as_it_was(model: nn.Module, reason: str) -> None:
     attributes = [copy.copy(vars(m)) for m in model.modules()]
     assert reason in note(model)
     assert all(vars(m)[key] is old[key] for m, old in zip(model.modules(), attributes, strict=True) for key in old)
+    assert "Proxy" not in str([vars(m) for m in model.modules()])
     assert torch.equal(model(x), before)
 
 
