@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from math import prod, sqrt
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import buttress as bt
+from buttress.optim.orthogonalization import QUINTIC
 
 STRUCTURES = [
     bt.Dense(), bt.LowRank(rank=4), bt.Kronecker(), bt.Monarch(4), bt.BlockDiagonal(4), bt.Convolution(3),
@@ -27,10 +29,10 @@ def layer_of(structure: bt.Structure, scale: float, zero_init: bool = False) -> 
     return layer
 
 
-def step(layer: bt.StructuredLinear, bound: float | None) -> bt.StructuredLinear:
+def step(layer: bt.StructuredLinear, bound: float | None, **options: Any) -> bt.StructuredLinear:
     """A copy of the layer after one step with random gradients."""
     layer = copy.deepcopy(layer)
-    optimizer = bt.optim.Muon(bt.param_groups(layer, LR, rule="muon"), bound=bound)
+    optimizer = bt.optim.Muon(bt.param_groups(layer, LR, rule="muon"), bound=bound, **options)
     generator = torch.Generator().manual_seed(1)
     for p in layer.parameters():
         p.grad = torch.randn(p.shape, generator=generator)
@@ -38,8 +40,8 @@ def step(layer: bt.StructuredLinear, bound: float | None) -> bt.StructuredLinear
     return layer
 
 
-def change(layer: bt.StructuredLinear, bound: float | None) -> float:
-    difference = step(layer, bound).to_dense() - layer.to_dense()
+def change(layer: bt.StructuredLinear, bound: float | None, **options: Any) -> float:
+    difference = step(layer, bound, **options).to_dense() - layer.to_dense()
     return torch.linalg.matrix_norm(difference, ord=2).item()
 
 
@@ -54,7 +56,13 @@ def test_the_matrix_changes_by_no_more(structure: bt.Structure, bound: float, sc
     """`lr` is what a dense layer's matrix changes by, and that is the unit of the bound."""
     for zero_init in (False, True):
         layer = layer_of(structure, scale, zero_init)
-        assert change(layer, bound) <= bound * LR * 1.003
+        assert change(layer, bound) <= bound * LR * 1.0001  # rounding
+
+
+def test_coefficients_that_overshoot_count() -> None:
+    layer = layer_of(bt.Dense(), 1.0)
+    assert change(layer, None, coefficients=QUINTIC) > 1.1 * LR
+    assert change(layer, 1.0, coefficients=QUINTIC) <= LR
 
 
 @pytest.mark.parametrize("structure", [bt.LowRank(rank=4), bt.BTT(rank=2)], ids=str)

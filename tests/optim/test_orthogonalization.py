@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 import buttress as bt
-from buttress.optim.orthogonalization import QUINTIC, minimax_coefficients, orthogonalize, spectral_norm_bounds
+from buttress.optim.orthogonalization import (
+    QUINTIC,
+    Coefficients,
+    largest_norm,
+    minimax_coefficients,
+    orthogonalize,
+    spectral_norm_bounds,
+)
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (5, 3), (3, 5), (16, 16), (24, 32), (3, 1, 1), (4, 48, 6), (4, 6, 48), (2, 3, 9, 8)]
 ERROR = 5e-3
@@ -47,6 +54,21 @@ def test_the_error_is_that_of_the_polynomials(steps: int, error: float, smallest
     torch.manual_seed(0)
     x = conditioned((24, 40), smallest)
     assert spectral(orthogonalize(x, minimax_coefficients(steps)) - polar(x)) < error
+
+
+@pytest.mark.parametrize(
+    "coefficients",
+    [minimax_coefficients(), minimax_coefficients(3), QUINTIC, ((1.5, -0.5, 0.0),) * 4, ((2.0, 0.0, 0.0),)],
+)
+def test_the_largest_norm(coefficients: tuple[Coefficients, ...]) -> None:
+    values = x = torch.linspace(0, 1, 100_001, dtype=torch.float64)
+    for a, b, c in coefficients:
+        values = a * values + b * values**3 + c * values**5
+    bound = largest_norm(coefficients)
+    assert values.max() <= bound * (1 + 1e-12)
+    assert bound <= 1.05 * values.max()
+    y = orthogonalize(torch.diag(x[::1000]), coefficients)
+    assert spectral(y) <= bound * (1 + 1e-9)
 
 
 def test_coefficients_that_oscillate_do_not_converge() -> None:

@@ -25,16 +25,17 @@ class LayerBound:
 
     Args:
         limit: Largest change, relative to what the learning rates give factors of norm sqrt(d_out / d_in).
+        update_norm: Largest spectral norm of an orthogonalized update.
     """
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    def __init__(self, limit: float, update_norm: float) -> None:
+        self.limit, self.update_norm = limit, update_norm
 
     def scales(self, updates: Sequence[Update]) -> dict[str, Tensor]:
         """One scale per layer, at most 1, for the updates of all of its factors.
 
         Args:
-            updates: The updates, orthogonalized: of norm 1 before they are multiplied by their learning rates.
+            updates: The updates, orthogonalized, before they are multiplied by their learning rates.
 
         Returns:
             Scales by layer, on the device.
@@ -52,9 +53,10 @@ class LayerBound:
         nominal_change: Tensor | float = 0.0
         for factor in factors:
             rate = factor.group["lr"]
+            largest = rate * self.update_norm
             norm, nominal_norm = _norms(factor)
             # The product without this factor's update, times the update; with it, times the changes before.
-            change = change * (norm + rate) + product * rate
+            change = change * (norm + largest) + product * largest
             nominal_change = nominal_change * nominal_norm + nominal_product * rate
             product, nominal_product = product * norm, nominal_product * nominal_norm
         assert isinstance(change, Tensor)

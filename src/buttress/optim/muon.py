@@ -15,7 +15,7 @@ from buttress.errors import RuleError, quoted
 from buttress.optim import shards
 from buttress.optim.layer_bound import LayerBound
 from buttress.optim.matrices import STACK, Layout
-from buttress.optim.orthogonalization import Coefficients, minimax_coefficients, orthogonalize
+from buttress.optim.orthogonalization import Coefficients, largest_norm, minimax_coefficients, orthogonalize
 from buttress.optim.updates import Update
 
 BATCH_NUMBERS = 2**26
@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
             raise RuleError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}")
         self.coefficients = tuple(coefficients or minimax_coefficients())
         self.dtype, self.foreach = dtype, foreach
-        self.bound = None if bound is None else LayerBound(bound)
+        self.bound = None if bound is None else LayerBound(bound, largest_norm(self.coefficients))
         defaults = {
             "lr": lr,
             "momentum": momentum,

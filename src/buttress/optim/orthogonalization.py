@@ -76,6 +76,17 @@ def _nearest_to_one(low: float, high: float) -> tuple[Coefficients, float]:
     return (float(a), float(b), float(c)), abs(float(error))
 
 
+def largest_norm(coefficients: Sequence[Coefficients]) -> float:
+    """A bound on the spectral norm of what `orthogonalize` returns with these coefficients, apart from rounding."""
+    high = 1.0
+    for a, b, c in coefficients:
+        slope = np.roots([5 * c, 3 * b, a])  # of the polynomial, as a function of x^2
+        turns = np.sqrt(slope.real[np.isreal(slope) & (slope.real > 0) & (slope.real < high**2)])
+        x = np.array([high, *turns])
+        high = float(np.abs(a * x + b * x**3 + c * x**5).max())
+    return high
+
+
 def orthogonalize(matrices: Tensor, coefficients: Sequence[Coefficients] | None = None) -> Tensor:
     """The nearest semi-orthogonal matrix to each matrix: U V^T of its singular value decomposition U S V^T.
 
