@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 
 import buttress as bt
 from buttress.lab.models import GPT, gpt
+from buttress.lab.models.gpt import chunk_size
 
 
 class TestModel:
@@ -100,10 +102,46 @@ class TestModel:
         monkeypatch.setattr(gpt, "MAX_LOGITS", 512 * 32)
         sizes: list[int] = []
         real = model.score
-        model.score = lambda logits, targets: sizes.append(len(logits)) or real(logits, targets)
+        model.score = lambda head, hidden, targets: sizes.append(len(hidden)) or real(head, hidden, targets)
         x = torch.randint(0, 512, (4, 64))
         model(x, x)[0].backward()
         assert sizes == [32] * 8
+
+    def test_chunks_have_one_size_where_that_is_to_be_had(self) -> None:
+        assert chunk_size(32768, 5336) == 4096
+        assert chunk_size(100, 100) == 100
+        assert chunk_size(101, 100) == 51, "a prime: two chunks, of nearly one size"
+        for count in range(1, 60):
+            for limit in range(1, 60):
+                chunk = chunk_size(count, limit)
+                assert chunk <= limit
+                assert -(-count // chunk) < 2 * -(-count // limit), "at most twice as many as are needed"
+
+    @pytest.mark.parametrize("structure", [None, bt.BTT(rank=2)], ids=str)
+    def test_a_compiled_loss_is_the_same(self, structure: bt.Structure | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = GPT(96, 16, 32, depth=1, heads=2)
+        if structure is not None:
+            bt.replace_(model, {"*": structure}, normalize=True)
+        awake(model)
+        monkeypatch.setattr(gpt, "MAX_LOGITS", 96 * 16)
+        x, y = torch.randint(0, 96, (2, 2, 16)).unbind()
+
+        def gradients() -> list[torch.Tensor]:
+            loss, error = model(x, y)
+            return [loss.detach(), error, *torch.autograd.grad(loss, list(model.parameters()))]
+
+        wanted = gradients()
+        torch.compiler.reset()
+        graphs: list[object] = []
+
+        def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+            graphs.append(module)
+            return aot_eager(module, inputs)
+
+        model.score = torch.compile(model.score, backend=backend, fullgraph=True)
+        for a, b in zip(gradients(), wanted, strict=True):
+            torch.testing.assert_close(a, b)
+        assert len(graphs) == 1, "both chunks have one size"
 
     def test_samples(self) -> None:
         model = awake(GPT(64, 8, 32, depth=1, heads=2))

@@ -18,7 +18,7 @@ from buttress import ShapeError
 from buttress.lab.models.mlp import Block, start_
 from buttress.lab.models.vit import Attention
 
-Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Score = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 MAX_LOGITS = 2**28
 """Logits that may exist at a time."""
 
@@ -45,7 +45,8 @@ class GPT(nn.Module):
         super().__init__()
         self.context = context
         self.score: Score = score
-        """Loss and wrong predictions of a chunk of logits. A compiled version reads the logits less often."""
+        """Loss and wrong predictions of a chunk of tokens. A compiled version reads the logits less often, and takes
+        fewer passes to cast and normalize the head's weights."""
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.empty(context, width))
         pairs = (
@@ -106,12 +107,13 @@ class GPT(nn.Module):
             yield following[:, 0]
 
 
-def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def score(head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the tokens' losses, and number of wrong predictions.
 
     Shape:
-        `logits` is `(count, vocabulary)`, `targets` `(count,)`; the results are scalars.
+        `hidden` is `(count, width)`, `targets` `(count,)`; the results are scalars.
     """
+    logits = head(hidden)
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(precise, targets, reduction="sum"), (logits.argmax(-1) != targets).sum()
 
@@ -119,13 +121,23 @@ def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _loss(head: nn.Module, score: Score, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Mean loss and fraction of wrong predictions of all tokens."""
     vocabulary: int = getattr(head, "out_features")  # noqa: B009  (nn.Linear and structured layers have it)
-    chunk = max(1, MAX_LOGITS // vocabulary)
+    chunk = chunk_size(len(targets), max(1, MAX_LOGITS // vocabulary))
     if torch.is_grad_enabled():
         results: tuple[Tensor, Tensor] = _ChunkedLoss.apply(head, score, hidden, targets, chunk, *head.parameters())  # type: ignore[no-untyped-call]
         return results
-    scores = [score(head(h), t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
+    scores = [score(head, h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     loss, wrong = (torch.stack(parts).sum() / len(targets) for parts in zip(*scores, strict=True))
     return loss, wrong
+
+
+def chunk_size(count: int, limit: int) -> int:
+    """Tokens in a chunk: as many as the limit allows, but fewer if chunks of equal size are to be had by that.
+
+    A compiler makes code for one size, and slower code for any size once there is a second one.
+    """
+    fewest = -(-count // limit)
+    even = next((n for n in range(fewest, 2 * fewest) if count % n == 0), fewest)
+    return -(-count // even)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -142,7 +154,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
             with torch.enable_grad():
                 x = h.detach().requires_grad_()
-                loss, errors = score(head(x), t)
+                loss, errors = score(head, x, t)
             d_x, *grads = torch.autograd.grad(loss, [x, *weights])
             d_hidden[start : start + len(h)] = d_x
             d_weights = [a.add_(b) for a, b in zip(d_weights, grads, strict=True)] if d_weights else list(grads)
