@@ -17,6 +17,7 @@ from buttress.compression.distances import (
     distance,
     distance_for,
     gives_logits,
+    hidden_state_distance,
     next_token_loss,
     output_tensor,
     relative_square_error,
@@ -220,6 +221,69 @@ def test_a_language_loss_mixes_the_distance_with_the_next_token_loss() -> None:
     assert mixed == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
     with pytest.raises(bt.PlanError, match="from 0 to 1"):
         bt.language_loss(1.5)
+
+
+def test_hidden_states_are_compared_block_by_block_without_padding() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    own, other = (tuple(torch.randn(3, 2, 3, 4).unbind()) for _ in range(2))
+    kept = mask.bool()
+    errors = [((a - b)[kept].square().sum() / b[kept].square().sum()).item() for a, b in zip(own, other, strict=True)]
+    one, two = (SimpleNamespace(hidden_states=states) for states in (own, other))
+    compared = hidden_state_distance(one, two, {"attention_mask": mask})
+    assert compared.item() == pytest.approx((errors[1] + errors[2]) / 2), "without what enters the first block"
+    one, two = (SimpleNamespace(encoder_hidden_states=s, decoder_hidden_states=s[:2]) for s in (own, other))
+    compared = hidden_state_distance(one, two, {"attention_mask": mask})
+    assert compared.item() == pytest.approx((2 * errors[1] + errors[2]) / 3), "of an encoder and a decoder"
+    with pytest.raises(bt.ButtressError, match="0 hidden states to compare with 3 of the teacher: let `run`"):
+        hidden_state_distance(SimpleNamespace(logits=own[0]), two, {})
+
+
+class _WithHiddenStates(nn.Module):
+    """A model that returns hidden states where it is asked for them, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = original()
+
+    def forward(self, x: Tensor, output_hidden_states: bool = False) -> Any:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return SimpleNamespace(logits=states[-1], hidden_states=tuple(states) if output_hidden_states else None)
+
+
+def test_healing_brings_hidden_states_nearer_if_they_have_a_weight(tmp_path: Path) -> None:
+    teacher = _WithHiddenStates()
+
+    def healed(hidden: float) -> tuple[float, bt.HealingLosses]:
+        student = copy.deepcopy(teacher)
+        bt.replace_(student, bt.BTT(rank=2), init="project")
+        losses = bt.heal(student, teacher, batch, 100, lr=3e-3, hidden=hidden, held_out=[batch(10**6)])
+        with torch.no_grad():
+            outputs = [model(batch(10**6), output_hidden_states=True) for model in (student, teacher)]
+            return hidden_state_distance(outputs[0], outputs[1], None).item(), losses
+
+    (without, plain), (with_them, weighted) = healed(0.0), healed(10.0)
+    assert with_them < 0.8 * without
+    assert weighted[0] > plain[0]
+    assert weighted.held_out[0] == plain.held_out[0], "they choose no weights"
+
+
+def test_hidden_states_that_are_not_to_be_had_are_refused(tmp_path: Path) -> None:
+    student, teacher = compressed()
+    with pytest.raises(bt.PlanError, match=r"a Sequential does not take output_hidden_states: pass a `run`"):
+        bt.heal(student, teacher, batch, 1, hidden=1.0)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(bt.PlanError, match="hidden is the weight of the hidden states"):
+            bt.heal(student, teacher, batch, 1, hidden=wrong)
+
+    def run(model: nn.Module, x: Tensor) -> Any:
+        return SimpleNamespace(logits=model(x), hidden_states=(x, model[0](x)))  # type: ignore[index]
+
+    file = tmp_path / "heal.pt"
+    bt.heal(student, teacher, batch, 2, run=run, hidden=1.0, checkpoint=file)
+    with pytest.raises(bt.ButtressError, match=r"cannot resume from .*another loss or dtype"):
+        bt.heal(compressed()[0], teacher, batch, 2, run=run, hidden=2.0, checkpoint=file)
 
 
 def test_nothing_is_dropped() -> None:

@@ -18,6 +18,9 @@ Loss = Callable[[Any, Any, Any], Tensor]
 IGNORED = -100
 """Target of a token that does not count, as torch has it."""
 
+HIDDEN_STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+"""What transformers returns with `output_hidden_states=True`: the inputs of all blocks, and the result of the last."""
+
 
 def distance(output: Any, reference: Any, batch: Any) -> Tensor:
     """Distance of a model's output from the teacher's, without padding.
@@ -45,6 +48,33 @@ def relative_square_error(output: Any, reference: Any, batch: Any) -> Tensor:
     """The mean square of the difference of two outputs, divided by that of the second; arguments as for `distance`."""
     own, reference_tensor = _unmasked(output, reference, batch)
     return (own - reference_tensor).float().square().mean() / reference_tensor.float().square().mean()
+
+
+def hidden_state_distance(output: Any, reference: Any, batch: Any) -> Tensor:
+    """The mean of `relative_square_error` over the hidden states of two outputs, without padding.
+
+    Args:
+        output: Output of the model, with tuples of `hidden_states` or those of an encoder and a decoder. What enters
+            the first block is left out.
+        reference: Output of the teacher.
+        batch: The batch; tokens outside its "attention_mask" are padding.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ButtressError: If there are none, or one output has more of them.
+    """
+    own, others = (
+        [state for name in HIDDEN_STATES for state in (getattr(o, name, None) or ())[1:]] for o in (output, reference)
+    )
+    if not own or len(own) != len(others):
+        raise ButtressError(
+            f"there are {len(own)} hidden states to compare with {len(others)} of the teacher: let `run` return those "
+            "of as many blocks of both models, or heal with hidden=0"
+        )
+    errors = [relative_square_error(state, other, batch) for state, other in zip(own, others, strict=True)]
+    return torch.stack(errors).mean()
 
 
 def distance_for(model: nn.Module) -> Loss:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from buttress.compression.distances import Loss, distance_for
+from buttress.compression.distances import Loss, distance_for, hidden_state_distance
 from buttress.compression.running import call, evaluating
 from buttress.errors import ButtressError, PlanError
 from buttress.files import replacing
 from buttress.optim.groups import param_groups
+
+HIDDEN_KEYWORD = "output_hidden_states"
+"""The keyword by which models of transformers are asked for their hidden states."""
 
 CHECKS = 10
 """How often the loss on held-out batches is measured, unless `check_every` says otherwise."""
@@ -72,6 +77,7 @@ def heal(
     weight_decay: float = 0.0,
     loss: Loss | None = None,
     run: Callable[[nn.Module, Any], Any] = call,
+    hidden: float = 0.0,
     dtype: torch.dtype | None = None,
     held_out: Sequence[Any] = (),
     check_every: int | None = None,
@@ -98,6 +104,9 @@ def heal(
         weight_decay: Weight decay.
         loss: Called with the model's output, the teacher's output and the batch. Default: `distance`.
         run: Called as `run(model, batch)`. Default: batches are passed as in `moments`.
+        hidden: Weight of the distance between the hidden states of both models, which is added to the loss of a step,
+            but not to that on held-out batches. It is the mean over the blocks of the relative square error. The models
+            are those of transformers, or a `run` of your own returns outputs with `hidden_states`.
         dtype: torch.bfloat16 to compute the outputs of both models in it, by autocast; the weights and the optimizer
             stay in float32. Default: the models' own types.
         held_out: Batches that are not learned from, on which the loss is measured.
@@ -111,7 +120,8 @@ def heal(
         The loss of every step, those before a resumption included, and the losses on the held-out batches.
 
     Raises:
-        PlanError: If `dtype` is another one, or `check_every` is below 1.
+        PlanError: If `dtype` is another one, `check_every` is below 1, or `hidden` is negative or needs hidden states
+            that the model does not return.
         ButtressError: If the loss is not finite, or the checkpoint belongs to other models, rates, steps or data, or to
             a loss of another name or another dtype.
 
@@ -125,11 +135,11 @@ def heal(
     if check_every is not None and check_every < 1:
         raise PlanError(f"check_every is a number of steps of at least 1, got {check_every!r}")
     interval = check_every or max(1, steps // CHECKS)
-    pair = _Pair(model, teacher, loss or distance_for(model), run, dtype)
+    pair = _Pair(model, teacher, loss or distance_for(model), _running(model, run, hidden), dtype)
     settings = f"{lr} {weight_decay} {steps} {label}"
     if held_out:
         settings += f" {interval} {len(held_out)}"
-    fingerprint = _fingerprint(model, teacher, settings + _unusual(pair))
+    fingerprint = _fingerprint(model, teacher, settings + _unusual(pair, hidden))
     dtypes = {name: t.dtype for name, t in model.state_dict().items() if t.is_floating_point()}
     if any(half in (torch.float16, torch.bfloat16) for half in dtypes.values()):
         model.float()
@@ -143,7 +153,7 @@ def heal(
             if held_out and not state.losses.held_out:
                 state.check(pair.mean_loss(held_out))
             for step in range(len(state.losses), steps):
-                state.update(pair.loss_of(batches(step)), lr)
+                state.update(pair.loss_of(batches(step), hidden), lr)
                 measured = None
                 if held_out and ((step + 1) % interval == 0 or step + 1 == steps):
                     measured = state.check(pair.mean_loss(held_out))
@@ -157,6 +167,21 @@ def heal(
     return state.losses
 
 
+def _running(model: nn.Module, run: Callable[[nn.Module, Any], Any], hidden: float) -> Callable[[nn.Module, Any], Any]:
+    """How models are run so that they return hidden states, if these have a weight."""
+    if not hidden >= 0 or not math.isfinite(hidden):
+        raise PlanError(f"hidden is the weight of the hidden states, a number of at least 0; got {hidden!r}")
+    if not hidden or run is not call:
+        return run
+    parameters = inspect.signature(model.forward).parameters
+    if HIDDEN_KEYWORD not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise PlanError(
+            f"hidden={hidden!r} compares hidden states, but a {type(model).__name__} does not take {HIDDEN_KEYWORD}: "
+            "pass a `run` that returns outputs with hidden_states, or heal with hidden=0"
+        )
+    return partial(call, **{HIDDEN_KEYWORD: True})
+
+
 @dataclass(frozen=True)
 class _Pair:
     """A model and its teacher, and how they are compared."""
@@ -167,13 +192,14 @@ class _Pair:
     run: Callable[[nn.Module, Any], Any]
     dtype: torch.dtype | None
 
-    def loss_of(self, batch: Any) -> Tensor:
-        """The loss on a batch."""
+    def loss_of(self, batch: Any, hidden: float = 0.0) -> Tensor:
+        """The loss on a batch, with the distance of the hidden states if it has a weight."""
         with self._precision():
             with torch.no_grad():
                 reference = self.run(self.teacher, batch)
             output = self.run(self.model, batch)
-        return self.loss(output, reference, batch)
+        loss = self.loss(output, reference, batch)
+        return loss + hidden * hidden_state_distance(output, reference, batch) if hidden else loss
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Any]) -> float:
@@ -266,10 +292,11 @@ def _restore_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None
             tensor.data = tensor.data.to(dtypes[name])
 
 
-def _unusual(pair: _Pair) -> str:
+def _unusual(pair: _Pair, hidden: float) -> str:
     """The dtype and the loss where they are not the defaults: checkpoints of version 0.1 name neither."""
     name = getattr(pair.loss, "__qualname__", type(pair.loss).__qualname__)
     loss = "" if pair.loss is distance_for(pair.model) else f" loss={name}"
+    loss += f" hidden={hidden}" if hidden else ""
     return loss if pair.dtype is None else f"{loss} dtype={pair.dtype}"
 
 

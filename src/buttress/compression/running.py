@@ -21,11 +21,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call(model: nn.Module, batch: Any, **keywords: Any) -> Any:
     """Run a model on a batch: a mapping is passed as keywords, a tuple or list as arguments, else as one argument."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        return model(**batch, **keywords)
+    return model(*batch, **keywords) if isinstance(batch, tuple | list) else model(batch, **keywords)
 
 
 def mask_of(batch: Any) -> Tensor | None:
