@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM
 import buttress as bt
 
 FAMILIES = ("low_rank", "btt", "monarch")
-KINDS = (*FAMILIES, "depth")
+KINDS = (*FAMILIES, "depth", "continued")
 GROUP = 32
 VALIDATION_BLOCKS = 16
 HEAD = "lm_head.weight"
@@ -260,9 +260,10 @@ class Healer:
             model, self.original, self.batch, options.heal,
             lr=options.dense_lr if dense else options.lr,
             loss=bt.language_loss(1.0 if kind == "continued" else 0.5),
+            hidden=0.0 if dense else options.hidden,
             dtype=torch.bfloat16 if self.data.is_cuda else None,
             held_out=self.validation,
-            checkpoint=options.work / f"{kind}-{keep}-{options.heal}.heal.pt",
+            checkpoint=options.work / f"{kind}-{keep}-{options.heal}-{options.lr}-{options.hidden}.heal.pt",
             every=20,
             label=f"{options.train.name} {options.batch} {options.heal_length}",
             watch=self._report,
@@ -302,6 +303,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="blocks per step of healing")
     parser.add_argument("--heal-length", type=int, default=512, help="tokens per block of healing")
     parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of healing")
+    parser.add_argument("--hidden", type=float, default=0.0, help="weight of the hidden states in healing")
     parser.add_argument("--dense-lr", type=float, default=3e-5, help="learning rate of models with dense layers alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to compute on")
     options = parser.parse_args()
@@ -333,7 +335,7 @@ def main() -> None:
     mixes = {float(json.loads((f / "buttress-report.json").read_text())["keep"]): f for f in options.mix}
     work = options.work / f"{options.train.stem}-{options.calibrate}-{options.length}-{options.sweeps}"
     compression = Compression(original, calibration.to(options.device), work, options.sweeps, mixes)
-    names = ("length", "measure", "calibrate", "sweeps", "batch", "heal_length", "lr", "dense_lr", "device")
+    names = ("length", "measure", "calibrate", "sweeps", "batch", "heal_length", "lr", "dense_lr", "hidden", "device")
     setting = {"train": options.train.name, **{name: getattr(options, name) for name in names}}
     table = Table(options.out, (measured, second), macs_of(original), setting)
     tokens = options.heal * options.batch * options.heal_length
@@ -351,11 +353,12 @@ def main() -> None:
             rounded = copy.deepcopy(original)
             finish(f"int{bits}", 1.0, rounded, 0, round_weights(rounded, bits, group))
     healing = healer(original, tokenizer, options) if tokens else None
-    if healing is not None and not table.has("continued", 1.0, tokens):
+    if healing is not None and "continued" in options.kinds and not table.has("continued", 1.0, tokens):
         model = copy.deepcopy(original)
         healing.heal("continued", 1.0, model)
         finish("continued", 1.0, model, tokens)
-    for keep, kind in (*product(options.keep, options.kinds), *((keep, "mix") for keep in mixes)):
+    kinds = [kind for kind in options.kinds if kind != "continued"]
+    for keep, kind in (*product(options.keep, kinds), *((keep, "mix") for keep in mixes)):
         missing = [t for t in dict.fromkeys((0, tokens)) if not table.has(kind, keep, t)]
         model = compression.model(kind, keep) if missing else None
         for healed_tokens in missing:

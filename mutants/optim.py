@@ -226,8 +226,15 @@ MUTATIONS = (
     Mutation(
         "the bound forgets the terms of higher order",
         "optim/layer_bound.py",
-        "change = change * (norm + rate) + product * rate",
-        "change = change * norm + product * rate",
+        "change = change * (norm + largest) + product * largest",
+        "change = change * norm + product * largest",
+        BOUND,
+    ),
+    Mutation(
+        "the bound takes updates for exactly orthogonal",
+        "optim/layer_bound.py",
+        "largest = rate * self.update_norm",
+        "largest = rate",
         BOUND,
     ),
     Mutation(

@@ -179,7 +179,8 @@ def _running(model: nn.Module, run: Callable[[nn.Module, Any], Any], hidden: flo
             f"hidden={hidden!r} compares hidden states, but a {type(model).__name__} does not take {HIDDEN_KEYWORD}: "
             "pass a `run` that returns outputs with hidden_states, or heal with hidden=0"
         )
-    return partial(call, **{HIDDEN_KEYWORD: True})
+    keywords: dict[str, Any] = {HIDDEN_KEYWORD: True}
+    return partial(call, **keywords)
 
 
 @dataclass(frozen=True)
