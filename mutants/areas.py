@@ -14,6 +14,7 @@ AREAS = (
     "optim",
     "nn",
     "surgery",
+    "growing",
     "projection",
     "compression",
     "costs",

@@ -198,6 +198,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "sequential": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 20)], [4]
     ),
+    "sequential, from the base rates": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))], [4]
+    ),
     "cycle": lambda o: lr_scheduler.OneCycleLR(o, [2 * g["lr"] for g in o.param_groups], total_steps=30),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -121,27 +122,43 @@ SEEN: list[int] = []
 
 
 class Watched(nn.Linear):
+    backward_passes = 0
+    moved = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         SEEN.append(self.out_features)
         assert x.device.type == self.weight.device.type == "cpu"
-        return super().forward(x)
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(Watched.count)
+        return y
+
+    def to(self, *args: Any, **kwargs: Any) -> Watched:
+        self.moved = True
+        return super().to(*args, **kwargs)
+
+    @staticmethod
+    def count(_: torch.Tensor) -> None:
+        Watched.backward_passes += 1
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_times_are_measured_where_bisection_needs_them(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
     timed = fake_clock(monkeypatch, spread=0.01)
+    monkeypatch.setattr(Watched, "backward_passes", 0)
     matched = bt.match(
         lambda n: Watched(64, n), None, ms=5.25, widths=range(16, 1025, 16), example=X, device="cpu", training=training
     )
     assert (matched.size, matched.cost, matched.undecided) == (528, 5.28, False)
     assert len(timed) == len(set(timed)) <= 8  # of 64: the ends, and six by halving
+    assert Watched.backward_passes == (len(timed) if training else 0)
 
 
 def test_times_of_a_model_and_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_clock(monkeypatch, spread=0.3)
-    matched = bt.match(
-        lambda n: Watched(64, n), None, ms=Watched(64, 200), widths=range(16, 513, 16), example=X, device="cpu"
-    )
+    dense = Watched(64, 200)
+    matched = bt.match(lambda n: Watched(64, n), None, ms=dense, widths=range(16, 513, 16), example=X, device="cpu")
+    assert not dense.moved, "a copy is moved to where it is timed"
     assert (matched.target, matched.size) == (2.0, 192)
     assert matched.undecided
     assert "Undecided" in str(matched)
