@@ -4,8 +4,9 @@ Each row is one model, dtype, engine and batch size. Engines are those of `buttr
 CPU, cuda_graph on a GPU) and, on a CPU, onnxruntime: the exported step with the static cache as inputs and outputs.
 Rows of one dtype, engine and batch are measured in turns, and the median counts.
 
-"bound" is what reading the weights allows: the bytes of the weights that a step reads (an embedding that is only
-looked up does not count), divided by the memory bandwidth that a sum over a large tensor reaches with the same threads.
+"bound" is the number of tokens per second that reading the weights allows: the batch size times the memory bandwidth
+that a sum over a large tensor reaches with the same threads, divided by the bytes of the weights that a step reads (an
+embedding that is only looked up does not count).
 Generated texts are not judged here: without --compressed, the compressed model has random factors, because speed does
 not depend on them. With --int8, each model is measured with int8 weights too, its head included.
 
