@@ -13,6 +13,27 @@ PARALLEL = ("tests/nn/test_parallel.py",)
 
 MUTATIONS = (
     Mutation(
+        "layers computed as one without gradients",
+        "nn/side_by_side.py",
+        "return x.is_cuda and torch.is_grad_enabled()",
+        "return x.is_cuda",
+        TOGETHER,
+    ),
+    Mutation(
+        "an axis of x may grow with the outputs",
+        "core/stacking.py",
+        " or axis in first.x or regrouped",
+        " or regrouped",
+        TOGETHER,
+    ),
+    Mutation(
+        "a regrouped axis may grow",
+        "core/stacking.py",
+        " or axis in first.x or regrouped",
+        " or axis in first.x",
+        TOGETHER,
+    ),
+    Mutation(
         "the first factor starts at zero",
         "nn/structured.py",
         "last = {part.factors[-1].name for part in self.chain.parts}",

@@ -12,6 +12,34 @@ SIZES = ("tests/ops/on_chip/test_sizes.py",)
 
 MUTATIONS = (
     Mutation(
+        "gradients that are not aligned on the chip",
+        "ops/fused/passes.py",
+        "and are_aligned(x, dy):",
+        "and are_aligned(x):",
+        PASSES,
+    ),
+    Mutation(
+        "passes of frozen weights never chosen",
+        "ops/measuring.py",
+        "if not (fitting.forward or fitting.input_gradient):",
+        "if True:",
+        ("tests/ops/test_measuring.py",),
+    ),
+    Mutation(
+        "options that give NaN are used",
+        "ops/measuring.py",
+        "not _relative(t, e) < TOLERANCE",
+        "_relative(t, e) >= TOLERANCE",
+        ("tests/ops/test_measuring.py",),
+    ),
+    Mutation(
+        "options of the gradient of x judged by the sizes of the forward pass",
+        "ops/on_chip/options.py",
+        "backward.fits(sizes.transposed, shared_limit)",
+        "backward.fits(sizes, shared_limit)",
+        PASSES,
+    ),
+    Mutation(
         "no barrier before z is read",
         "ops/on_chip/apply.cu",
         "      BARRIER();\n      if (PREFETCH)",

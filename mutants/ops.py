@@ -164,9 +164,23 @@ MUTATIONS = (
     Mutation(
         "gradient of a shared slice averaged",
         "ops/bmm_layout.py",
-        "grad.unflatten(0, (-1, self.repeats)).sum(1)",
-        "grad.unflatten(0, (-1, self.repeats)).mean(1)",
+        "grad.reshape(-1, self.repeats, *grad.shape[1:]).sum(1)",
+        "grad.reshape(-1, self.repeats, *grad.shape[1:]).mean(1)",
         BMM,
+    ),
+    Mutation(
+        "windows added one place off",
+        "ops/framing.py",
+        "roll(k - before, dim)",
+        "roll(k - before + 1, dim)",
+        FRAMING,
+    ),
+    Mutation(
+        "a traced number of tokens decides what is saved",
+        "ops/saving.py",
+        "if torch._C._get_tracing_state() is not None:",
+        "if False:",
+        ("tests/nn/test_structured_tracing.py",),
     ),
     Mutation(
         "gradient of y permuted forward",

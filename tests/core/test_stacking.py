@@ -66,7 +66,7 @@ def test_the_kernels_apply_a_stack(structure: bt.Structure) -> None:
     "structures",
     [
         [bt.LowRank(rank=2)] * 2, [bt.Kronecker()] * 2, [bt.TensorTrain(rank=2)] * 2, [bt.BTT(cores=3)] * 2,
-        [bt.Monarch(3)] * 2, [bt.Sum(bt.BTT(), bt.BTT())] * 2, [bt.BTT(), bt.BTT(rank=2)],
+        [bt.Monarch(3)] * 2, [bt.BlockDiagonal(4)] * 2, [bt.Sum(bt.BTT(), bt.BTT())] * 2, [bt.BTT(), bt.BTT(rank=2)],
         [bt.BTT(), bt.Monarch(4)], [bt.BTT(), bt.Sum(bt.BTT(), bt.BTT())], [bt.BTT(), bt.BTT(split=((8, 8), (4, 16)))],
     ],
     ids=str,
@@ -86,6 +86,13 @@ def test_padded_outputs_would_lie_between_the_parts() -> None:
     assert dividing.padding == (0, 4)
     assert stacked([dividing] * 2) is None
     assert stacked([bt.Chain.of(16, 20, x="c d", factors=factors, y="b a", sizes=sizes)] * 2) is not None
+
+
+def test_a_regrouped_output_axis_cannot_grow() -> None:
+    sizes = {"b": 4, "c": 3, "d": 4, "e": 3, "f": 3}
+    factors = {"R": "c b d", "L": "b e f"}
+    regrouped = bt.Chain.of(12, 12, x="c d", factors=factors, y="b e", sizes=sizes, regroup={"L": ("b c", "b f")})
+    assert stacked([regrouped] * 2) is None
 
 
 def test_inputs_must_be_the_same() -> None:

@@ -41,6 +41,16 @@ def test_vmap_over_inputs(structure, d_in, d_out, normalize):
 
 
 @each
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_batched_gradients(structure, d_in, d_out, frozen):
+    """Backward passes under vmap, as in Jacobians that are computed at once."""
+    layer = double(structure, d_in, d_out).requires_grad_(not frozen)
+    x = torch.randn(3, d_in, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(layer, x, vectorize=True), jacobian(layer, x))
+
+
+@each
 @both
 def test_vmap_over_stacked_parameters(structure, d_in, d_out, normalize):
     layers = [double(structure, d_in, d_out, normalize=normalize) for _ in range(3)]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import buttress as bt
 from buttress import ops
@@ -157,6 +159,14 @@ def _of_another_rank(own: nn.ModuleList) -> None:
     own[1] = bt.StructuredLinear(48, 64, bt.BTT(rank=1), dtype=torch.float64)
 
 
+def _compiled(own: nn.ModuleList) -> None:
+    own[1].compile(backend="eager")
+
+
+def _of_another_class(own: nn.ModuleList) -> None:
+    own[1].factors["R"] = nn.Parameter(TwoTensor(own[1].factors["R"].detach(), own[1].factors["R"].detach()))
+
+
 def _adapter(own: nn.ModuleList) -> None:
     own[1] = bt.StructuredLinear(48, 64, bt.Sum(bt.BTT(), bt.BTT()), dtype=torch.float64)
 
@@ -165,7 +175,7 @@ def _adapter(own: nn.ModuleList) -> None:
     "change",
     [
         _hooked, _pre_hooked, _backward_hooked, _wrapped, _loaded_around, _multiplied, _subclassed, _dense, _normalized,
-        _biasless, _frozen, _recomputed, _activated, _of_another_rank, _adapter,
+        _biasless, _frozen, _recomputed, _activated, _of_another_rank, _adapter, _compiled, _of_another_class,
     ],
 )  # fmt: skip
 def test_what_keeps_layers_apart(applied: list[int], change: Callable[[nn.ModuleList], None]) -> None:
@@ -177,6 +187,14 @@ def test_what_keeps_layers_apart(applied: list[int], change: Callable[[nn.Module
     torch.testing.assert_close(ys, expected)
     (dx,), (expected_dx,) = (torch.autograd.grad(sum(y.square().sum() for y in out), x) for out in (ys, expected))
     torch.testing.assert_close(dx, expected_dx)
+
+
+@pytest.mark.parametrize("other", [{"dtype": torch.float32}, {"device": "meta"}], ids=str)
+def test_layers_of_another_dtype_or_device_are_not_alike(other: dict[str, object]) -> None:
+    own = layers(2)
+    assert module._are_alike(own)
+    own[1].to(**other)
+    assert not module._are_alike(own)
 
 
 def test_global_hooks_see_each_layer(applied: list[int]) -> None:
@@ -199,6 +217,10 @@ def test_a_cpu_and_passes_without_gradients_call_each_layer(monkeypatch: pytest.
     with torch.no_grad():
         bt.side_by_side(own, x)
     assert not called
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert module._may_pay(on_gpu)
+    with torch.no_grad():
+        assert not module._may_pay(on_gpu)
 
 
 def test_the_kernels_decide(monkeypatch: pytest.MonkeyPatch) -> None:

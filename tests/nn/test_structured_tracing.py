@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ def test_a_traced_layer_gives_the_same_for_any_number_of_tokens(structure, d_in,
         actual, expected = loaded(x), layer(x)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (actual, expected)))
+
+
+def test_what_a_layer_saves_is_no_question_of_a_trace():
+    layer = double(bt.BTT(rank=2), 12, 20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.jit.trace(layer, torch.randn(3, 12, dtype=torch.float64))
+    assert not [w for w in caught if w.filename.endswith(("bmm.py", "saving.py"))]
 
 
 def test_a_traced_layer_with_batches():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,9 +16,9 @@ import torch
 import buttress as bt
 from buttress import ops
 from buttress.ops import measuring, speeds
-from buttress.ops.fused import availability
+from buttress.ops.fused import availability, selection
 from buttress.ops.layouts import layouts_of
-from buttress.ops.on_chip.options import ApplyOptions, apply_candidates, gradient_candidates
+from buttress.ops.on_chip.options import ApplyOptions, GradientOptions, OnChip, apply_candidates, gradient_candidates
 from buttress.ops.on_chip.sizes import PairSizes, on_chip_sizes
 from buttress.ops.speeds import Row, Times
 from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES
@@ -209,33 +209,102 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
 def test_options_of_the_on_chip_kernels_are_the_fastest_that_fit(timed: list[float]) -> None:
     chain = bt.BTT(rank=2).chain(32, 48)
     sizes = on_chip_sizes(layouts_of(chain).strided)
-    options = measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=2)
+    best = measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=2)
     assert timed == [3.0, 2.0] * 3, "two options for each of three passes, of which the second is the faster one"
-    best = options[0]
     assert best.forward == list(islice(apply_candidates(sizes), 2))[1]
     assert best.input_gradient == list(islice(apply_candidates(sizes.transposed), 2))[1]
     assert best.weight_gradients == list(islice(gradient_candidates(sizes), 2))[1]
-    assert options == [
-        best,
-        replace(best, input_gradient=None),
-        replace(best, forward=None),
-        replace(best, forward=None, input_gradient=None),
-    ]
 
 
-def test_options_that_are_wrong_on_this_gpu_are_not_used(
-    timed: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_only_options_that_fit_the_gpu_are_tried(timed: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[ApplyOptions | GradientOptions] = []
+    for name in ("apply", "weight_gradients"):
+        run = getattr(measuring.on_chip_launches, name)
+
+        def recorded(sizes: PairSizes, options: Any, *args: Any, run: Any = run, **kwargs: Any) -> Any:
+            tried.append(options)
+            assert options.fits(sizes, 12_000)
+            return run(sizes, options, *args, **kwargs)
+
+        monkeypatch.setattr(measuring.on_chip_launches, name, recorded)
+    monkeypatch.setattr(measuring.on_chip_launches, "shared_limit", lambda _: 12_000)
+    chain = bt.BTT(rank=2).chain(32, 48)
+    sizes = on_chip_sizes(layouts_of(chain).strided)
+    firsts = [next(c(s)) for c, s in ((apply_candidates, sizes), (apply_candidates, sizes.transposed))]
+    assert not any(o.fits(s, 12_000) for o, s in zip(firsts, (sizes, sizes.transposed), strict=True))
+    measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=1)
+    assert len(tried) == 3
+
+
+Milliseconds = Callable[[OnChip | None], float]
+
+
+@pytest.fixture
+def on_chip_only(monkeypatch: pytest.MonkeyPatch) -> OnChip:
+    """Options of all passes that fit; nothing is compiled."""
+    sizes = on_chip_sizes(layouts_of(bt.BTT(rank=2).chain(32, 48)).strided)
+    options = OnChip(
+        next(apply_candidates(sizes)), next(apply_candidates(sizes.transposed)), next(gradient_candidates(sizes))
+    )
+    monkeypatch.setattr(measuring, "tune_on_chip", lambda chain, x: options)
+    return options
+
+
+def tuned_with(monkeypatch: pytest.MonkeyPatch, step: Milliseconds, frozen: Milliseconds) -> OnChip | None:
+    """The choice of `tune` where a training step and one with frozen factors take these times."""
+    learns: list[bool] = []
+    real = ops.apply
+
+    def apply(chain: bt.Chain, x: torch.Tensor, factors: Any, **_: Any) -> torch.Tensor:
+        learns.append(factors[0].requires_grad)
+        return real(chain, x, factors, impl="bmm")
+
+    def sample(function: Any, device: torch.device, seconds: float) -> measuring.Sample:
+        function()
+        times = step if learns[-1] else frozen
+        return measuring.Sample(times(selection._forced_tunings[-1].on_chip), 0.0)
+
+    monkeypatch.setattr(measuring.ops, "apply", apply)
+    monkeypatch.setattr(measuring, "graph_sample_ms", sample)
+    chain = bt.BTT(rank=2).chain(32, 48)
+    factors = [torch.randn(f.shape, requires_grad=True, dtype=torch.float16) for f in chain.factors]
+    return measuring.tune(chain, torch.randn(20, 32).half(), factors).on_chip
+
+
+def test_a_training_step_that_is_faster_decides(monkeypatch: pytest.MonkeyPatch, on_chip_only: OnChip) -> None:
+    def step(o: OnChip | None) -> float:
+        return 5.0 if o is None else 4.0 - bool(o.forward) + 2 * bool(o.input_gradient)
+
+    assert tuned_with(monkeypatch, step, lambda _: 1.0) == replace(on_chip_only, input_gradient=None)
+
+
+def test_passes_without_gradients_of_the_weights_are_chosen_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, on_chip_only: OnChip
 ) -> None:
+    def frozen(o: OnChip | None) -> float:
+        assert o is None or o.weight_gradients is None
+        return 5.0 if o is None else 5.0 - bool(o.forward) + bool(o.input_gradient)
+
+    choice = tuned_with(monkeypatch, lambda o: 1.0 if o is None else 2.0, frozen)
+    assert choice == OnChip(forward=on_chip_only.forward)
+    assert tuned_with(monkeypatch, lambda o: 1.0 if o is None else 2.0, lambda o: 1.0 if o is None else 2.0) is None
+
+
+@pytest.mark.parametrize("change", [lambda y: y + 1, lambda y: y * float("nan")], ids=["another", "NaN"])
+def test_options_that_are_wrong_on_this_gpu_are_not_used(
+    timed: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:  # fmt: skip
     chain = bt.BTT(rank=2).chain(32, 48)
     apply = measuring.on_chip_launches.apply
     wrong = list(islice(apply_candidates(on_chip_sizes(layouts_of(chain).strided)), 2))[1]
 
     def broken(sizes: PairSizes, options: ApplyOptions, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = apply(sizes, options, *args, **kwargs)
-        return y + 1 if options == wrong and not kwargs else y
+        return change(y) if options == wrong and not kwargs else y
 
     monkeypatch.setattr(measuring.on_chip_launches, "apply", broken)
-    best, *_ = measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=2)
+    best = measuring.tune_on_chip(chain, torch.randn(20, 32).half(), candidates=2)
     assert best.forward == next(apply_candidates(on_chip_sizes(layouts_of(chain).strided)))
     assert "wrong numbers" in caplog.text
 
@@ -247,7 +316,7 @@ def test_options_that_the_gpu_refuses_are_not_used(
         raise bt.ButtressError("cuda:0 does not load this")
 
     monkeypatch.setattr(measuring.on_chip_launches, "apply", refused)
-    (options,) = measuring.tune_on_chip(bt.BTT(rank=2).chain(32, 48), torch.randn(20, 32).half(), candidates=2)
+    options = measuring.tune_on_chip(bt.BTT(rank=2).chain(32, 48), torch.randn(20, 32).half(), candidates=2)
     assert options.forward is None
     assert options.weight_gradients is not None
     assert "does not load this" in caplog.text
@@ -255,4 +324,4 @@ def test_options_that_the_gpu_refuses_are_not_used(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_no_options_where_the_on_chip_kernels_cannot_run(dtype: torch.dtype) -> None:
-    assert measuring.tune_on_chip(bt.BTT().chain(32, 32), torch.randn(4, 32).to(dtype)) == []
+    assert measuring.tune_on_chip(bt.BTT().chain(32, 32), torch.randn(4, 32).to(dtype)) == OnChip()

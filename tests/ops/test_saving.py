@@ -221,6 +221,18 @@ def test_a_compiler_follows(structure: bt.Structure) -> None:
     assert any("checkpoint" in str(node.target) for node in graphs[0].graph.nodes)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # by the compiler itself
+def test_a_compiled_function_transform_recomputes_nothing_of_its_own() -> None:
+    layer = bt.StructuredLinear(12, 20, bt.BTT(rank=2), dtype=torch.float64)
+    layer.recompute = True
+
+    def gradients(x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda row: layer(row).sin().sum()))(x)
+
+    x = torch.randn(5, 12, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(gradients, backend="aot_eager")(x), gradients(x))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
 def test_an_exported_program_takes_any_number_of_tokens(*, strict: bool) -> None:

@@ -48,7 +48,7 @@ def stacked(chains: Sequence[AnyChain]) -> Stack | None:
 
     Returns:
         The stack. None if there is none: the chains differ in more than the length of the slowest axis of y, one is a
-        sum or pads its outputs, or a factor does not have the axis, as in low rank, Kronecker and Tensor-Train.
+        sum or pads its outputs, or a factor does not have the axis.
 
     Example:
         >>> from buttress.core.structures import BTT, LowRank

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from buttress import ops
@@ -18,15 +19,17 @@ from buttress.ops.framing import autocast_dtype
 
 _stacks: list[Stack | None] = []
 _numbers: dict[tuple[AnyChain, ...], int] = {}
+_lock = threading.Lock()
 
 
 def side_by_side(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """Apply several layers to one input, such as the projections to q, k and v, or to gate and up.
 
     Structured layers whose chains form one chain (`core.stacking`) are computed as one while gradients are enabled, if
-    the fused kernels are the fastest implementation of that chain on this GPU. x is then read once and not by each
-    layer, and the factors are copied into one tensor each. Parameters, gradients and results are those of the layers by
-    themselves, up to rounding. In all other cases, as on a CPU, each layer is called by itself.
+    the fused kernels are the fastest implementation of that chain on this GPU and x has at least as many numbers as the
+    factors. x is then read once and not by each layer, and the factors are copied into one tensor each. Parameters,
+    gradients and results are those of the layers by themselves, up to rounding. In all other cases, as on a CPU, each
+    layer is called by itself.
 
     Args:
         layers: Modules that take x.
@@ -90,10 +93,13 @@ def pays(stack: Stack, x: Tensor) -> bool:
     Args:
         stack: The stack.
         x: The input, on a GPU.
+
+    Returns:
+        True if the layers should be computed as one.
     """
-    rows = x.reshape(-1, stack.chain.d_in)
-    if (dtype := autocast_dtype(x)) is not None:
-        rows = x.new_empty((), dtype=dtype).expand(rows.shape)  # the choice depends on no values
+    # The choice depends on no values, and to reshape an x that is not contiguous would copy it.
+    tokens = x.numel() // stack.chain.d_in
+    rows = x.new_empty((), dtype=autocast_dtype(x) or x.dtype).expand(tokens, stack.chain.d_in)
     if ops.fastest(stack.chain, rows) != "triton":
         return False
     # A compiler may leave the number of tokens open; its code is for many, as for the choice of an implementation.
@@ -107,10 +113,10 @@ def _is_unobserved(layer: StructuredLinear) -> bool:
         layer._forward_pre_hooks,
         layer._backward_hooks,
         layer._backward_pre_hooks,
-        hooks._global_forward_hooks,
-        hooks._global_forward_pre_hooks,
-        hooks._global_backward_hooks,
-        hooks._global_backward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_backward_hooks,
+        torch_module._global_backward_pre_hooks,
     )
     if any(observers) or layer.multiply is not None or layer._compiled_call_impl is not None:
         return False
@@ -144,13 +150,14 @@ def _number(*layers: StructuredLinear) -> int:
     A number, because a compiler reads the stack's attributes only if it knows where they come from.
     """
     chains = tuple(layer.chain for layer in layers)
-    if chains not in _numbers:
-        stack = stacked(chains)
-        if stack is not None:
-            ops.prepare(stack.chain)
-        _stacks.append(stack)
-        _numbers[chains] = len(_stacks) - 1
-    return _numbers[chains]
+    with _lock:
+        if chains not in _numbers:
+            stack = stacked(chains)
+            if stack is not None:
+                ops.prepare(stack.chain)
+            _stacks.append(stack)
+            _numbers[chains] = len(_stacks) - 1
+        return _numbers[chains]
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler.
@@ -166,6 +173,9 @@ def joined(joint: Joint, parts: Sequence[Tensor]) -> Tensor:
 
     Shape:
         (blocks, d_out, d_in) each, and the result.
+
+    Returns:
+        The factor.
     """
     if joint.before == 1:
         return torch.cat(list(parts), joint.dim)

@@ -76,8 +76,8 @@ def apply(
         impl: The implementation to use, "reference", "bmm" or "triton". Default: "triton" where it was measured to be
             faster for a similar layer on this GPU, else "bmm" (see `fastest`).
         activation: What is applied to x first: "gelu" (exact), "gelu_tanh", "silu" or "relu". Default: nothing. The
-            backward pass needs x alone, so act(x) need not be stored: "triton" never does, "bmm" only for matrices
-            without blocks (dense, low rank) and for sums.
+            backward pass needs x alone, so act(x) need not be stored: "triton" never does, "bmm" only for chains
+            without blocks and for sums.
 
     Shape:
         x (*, d_in), factors (blocks, d_out, d_in) each, bias (d_out,) -> (*, d_out).

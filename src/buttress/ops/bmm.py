@@ -23,7 +23,7 @@ from buttress.core.chain import Chain
 from buttress.ops.activations import activated, activation_backward
 from buttress.ops.bmm_layout import BmmFactor, BmmLayout
 from buttress.ops.captures import is_exporting
-from buttress.ops.framing import read_window, scaled_factors
+from buttress.ops.framing import add_windows, read_window, scaled_factors
 from buttress.ops.layouts import layouts_of
 
 
@@ -139,10 +139,9 @@ def _read(chain: Chain, activation: str | None, x: Tensor) -> Tensor:
 def _read_adjoint(chain: Chain, activation: str | None, x: Tensor | None, grad: Tensor) -> Tensor:
     """The gradient of x, from that of `_read(chain, activation, x)`; x itself matters to an activation alone."""
     if chain.window:
-        with torch.enable_grad():
-            leaf = grad.new_empty(grad.shape[0], chain.d_in, requires_grad=True)
-            (grad,) = torch.autograd.grad(_read(chain, None, leaf), leaf, grad)
-    elif chain.padding[0]:
+        grad = add_windows(chain, grad.reshape(grad.shape[0], *layouts_of(chain).bmm.read_sizes))
+        grad = grad.reshape(grad.shape[0], prod(grad.shape[1:]))
+    if chain.padding[0]:
         grad = grad[:, : chain.d_in]
     return grad if x is None else activation_backward(grad, x, activation)
 

@@ -74,7 +74,7 @@ class BmmFactor:
 
     def sum_repeats(self, grad: Tensor) -> Tensor:
         """The adjoint of `repeat`."""
-        return grad if self.repeats == 1 else grad.unflatten(0, (-1, self.repeats)).sum(1)
+        return grad if self.repeats == 1 else grad.reshape(-1, self.repeats, *grad.shape[1:]).sum(1)
 
 
 @dataclass(frozen=True)

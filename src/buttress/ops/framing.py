@@ -67,6 +67,28 @@ def read_window(chain: Chain, z: Tensor) -> tuple[Tensor, Axes]:
     return ring.unfold(dim, size, 1), (*chain.x, w)
 
 
+def add_windows(chain: Chain, z: Tensor) -> Tensor:
+    """The adjoint of `read_window`: each entry of x gets the sum of all that was read from it.
+
+    Args:
+        chain: A chain with a window.
+        z: The gradient of what `read_window` returns.
+
+    Shape:
+        (tokens, *x, w) -> (tokens, *x).
+
+    Returns:
+        The gradient of x.
+    """
+    assert chain.window is not None
+    n, w = chain.window
+    dim, before = 1 + chain.x.index(n), chain.sizes[w] // 2
+    total = torch.zeros_like(z[..., 0])
+    for k in range(chain.sizes[w]):
+        total = total + z[..., k].roll(k - before, dim)
+    return total
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast would convert x, or None; as in torch, float64 is not converted."""
     device_type = x.device.type

@@ -26,7 +26,7 @@ from buttress.ops.fused.checks import DTYPES
 from buttress.ops.fused.launches import OversizeKernelError
 from buttress.ops.layouts import layouts_of
 from buttress.ops.on_chip import launches as on_chip_launches
-from buttress.ops.on_chip.options import OnChip, apply_candidates, gradient_candidates
+from buttress.ops.on_chip.options import GradientOptions, OnChip, apply_candidates, gradient_candidates
 from buttress.ops.on_chip.sizes import on_chip_sizes
 from buttress.ops.speeds import MAX_SIZE_RATIO, Row, Times, dtype_key, gpu_name, nearest, store_rows, table
 from buttress.ops.strides import Signature
@@ -237,12 +237,25 @@ def tune(chain: Chain, x: Tensor, factors: Sequence[Tensor], *, on_chip: bool = 
     fastest_forward = min(FORWARD_CANDIDATES, key=lambda f: milliseconds(forward, Tuning(f, base.backward)))
     fastest_backward = min(BACKWARD_CANDIDATES, key=lambda b: milliseconds(both, Tuning(fastest_forward, b)))
     tuning = Tuning(fastest_forward, fastest_backward)
-    others = [replace(tuning, on_chip=options) for options in tune_on_chip(chain, x)] if on_chip else []
-    return min((tuning, *others), key=lambda t: milliseconds(both, t)) if others else tuning
+    fitting = tune_on_chip(chain, x) if on_chip else OnChip()
+
+    def fastest(function: Callable[[], object], gradients: GradientOptions | None) -> Tuning:
+        passes = product((fitting.forward, None), (fitting.input_gradient, None))
+        options = dict.fromkeys((None, *(OnChip(*pair, gradients) for pair in passes)))
+        options.pop(OnChip(), None)  # the same as None
+        return min((replace(tuning, on_chip=o) for o in options), key=lambda t: milliseconds(function, t))
+
+    if fitting.weight_gradients and (faster := fastest(both, fitting.weight_gradients)).on_chip:
+        return faster
+    if not (fitting.forward or fitting.input_gradient):
+        return tuning
+    # The passes of frozen factors save nothing in any case, and do not touch a training step that saves intermediates.
+    frozen = [f.detach() for f in factors]
+    return fastest(lambda: torch.autograd.grad(ops.apply(chain, leaf, frozen, impl="triton"), leaf, dy), None)
 
 
-def tune_on_chip(chain: Chain, x: Tensor, candidates: int = ON_CHIP_CANDIDATES) -> list[OnChip]:
-    """The fastest options of the on-chip kernels for each pass, in the combinations that are worth comparing.
+def tune_on_chip(chain: Chain, x: Tensor, candidates: int = ON_CHIP_CANDIDATES) -> OnChip:
+    """The fastest options of the on-chip kernels for each pass.
 
     Args:
         chain: A chain that the kernels support.
@@ -250,13 +263,13 @@ def tune_on_chip(chain: Chain, x: Tensor, candidates: int = ON_CHIP_CANDIDATES) 
         candidates: How many options to compare for each pass. Each of them is compiled, which takes seconds.
 
     Returns:
-        Options of the gradients of the weights, with and without the other two passes; options that give wrong numbers
-        or fail are left out, with a warning. Empty where the on-chip kernels cannot run or do not support the chain.
+        The options. A pass has none where the on-chip kernels cannot run or do not support it; options that give wrong
+        numbers or fail are left out, with a warning.
     """
     strided = layouts_of(chain).strided
     sizes = None if strided is None else on_chip_sizes(strided)
     if sizes is None or not on_chip_launches.can_launch(x.dtype, x.device):
-        return []
+        return OnChip()
     limit = on_chip_launches.shared_limit(x.device)
     dy, *weights = (
         torch.randn(shape, device=x.device, dtype=x.dtype)
@@ -302,10 +315,7 @@ def tune_on_chip(chain: Chain, x: Tensor, candidates: int = ON_CHIP_CANDIDATES) 
         ],
         exact_dws,
     )
-    if gradients is None:
-        return []
-    pairs = product((forward, None), (input_gradient, None))
-    return list(dict.fromkeys(OnChip(first, second, gradients) for first, second in pairs))
+    return OnChip(forward, input_gradient, gradients)
 
 
 def _relative(result: Tensor, exact: Tensor) -> float:

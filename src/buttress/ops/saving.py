@@ -36,8 +36,9 @@ def affordable_tokens(chain: AnyChain, itemsize: int, factor_itemsize: int) -> i
         factor_itemsize: Bytes per number of the factors as they are stored.
 
     Returns:
-        The number of tokens, a multiple of the tiles in which the kernels store intermediates; 0 where the chain has as
-        many parameters as the dense matrix. None if the chain has no intermediates.
+        The number of tokens, a multiple of the tiles in which the kernels store intermediates. 0 where the chain's
+        parameters and their copies leave no room for one tile: from about 4/7 of the dense matrix's parameters on. None
+        if the chain has no intermediates.
 
     Example:
         >>> from buttress.core.structures import BTT
@@ -71,10 +72,12 @@ def recomputes(
         x is (tokens, d_in).
 
     Returns:
-        Whether more tokens than the affordable ones need a gradient of a factor or a scale.
+        True if a factor or a scale needs a gradient and there are more tokens than `affordable_tokens`.
     """
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*factors, *(scales or ()))):
         return False  # nothing is saved in any case
+    if torch._C._get_tracing_state() is not None:
+        return False  # torch derives the gradients of a traced layer, and the number of tokens is a tensor there
     affordable = affordable_tokens(chain, max(t.element_size() for t in (x, *factors)), factor_itemsize)
     if affordable is None:
         return False

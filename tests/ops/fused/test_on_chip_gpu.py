@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,22 @@ def _runs() -> None:
         pytest.skip("needs cuda.core and a GPU of compute capability 8.0")
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the on-chip kernels that are launched."""
+    names: list[str] = []
+    launch = launches.Kernel.launch
+
+    def recorded(self: launches.Kernel, *arguments: Any, **options: Any) -> None:
+        names.append(self.name)
+        launch(self, *arguments, **options)
+
+    monkeypatch.setattr(launches.Kernel, "launch", recorded)
+    return names
+
+
 @contextmanager
-def on_chip(chain: bt.Chain) -> Iterator[None]:
+def on_chip(chain: bt.Chain) -> Iterator[OnChip]:
     """Use the on-chip kernels for every pass that fits, with the first options."""
     strided = layouts_of(chain).strided
     sizes = None if strided is None else on_chip_sizes(strided)
@@ -42,16 +57,21 @@ def on_chip(chain: bt.Chain) -> Iterator[None]:
         next(gradient_candidates(sizes, limit), None),
     )
     with fused.tuned(Tuning(on_chip=options)):
-        yield
+        yield options
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 @pytest.mark.parametrize("sizes", [(1024, 1024), (768, 3072), (1280, 5120), (5120, 1280), (1000, 520)], ids=str)
-def test_real_sizes(sizes: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
+def test_real_sizes(launched: list[str], sizes: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
     structure = bt.BTT(rank=rank)
-    with on_chip(structure.chain(*sizes)):
+    with on_chip(structure.chain(*sizes)) as options:
         check(structure, *sizes, 1000, dtype, scaled=sizes == (1000, 520))
+    assert options.weight_gradients
+    assert launched.count("weight_gradients") == 1
+    # The result is computed again with frozen operands.
+    assert launched.count("apply_pair") == 2 * bool(options.forward) + bool(options.input_gradient)
+    assert options.forward or options.input_gradient, "5120 numbers do not fit, 1280 do"
 
 
 @pytest.mark.parametrize("tokens", [65, 127, 128, 4097, 32768])

@@ -17,7 +17,8 @@ from buttress.ops import fused
 from buttress.ops.fused import selection
 from buttress.ops.layouts import layouts_of
 from buttress.ops.on_chip import launches
-from buttress.ops.on_chip.options import ApplyOptions, GradientOptions, OnChip
+from buttress.ops.on_chip.options import ApplyOptions, GradientOptions, OnChip, apply_candidates
+from buttress.ops.on_chip.sizes import on_chip_sizes
 from buttress.ops.tuning import Tuning
 from emulated_gpu import check_guards, emulate, guard_new_buffers, launched
 from kernel_cases import LIMIT, relative
@@ -137,6 +138,20 @@ def test_tensors_that_are_not_aligned_use_the_other_kernels() -> None:
     assert relative(y, ops.apply(chain, x.double(), [f.double() for f in factors])) < LIMIT[torch.float16]
 
 
+def test_gradients_that_are_not_aligned_use_the_other_kernels() -> None:
+    chain = bt.BTT(rank=2).chain(32, 32)
+    leaves = operands(bt.BTT(rank=2), 32, 32, 70, scaled=False)[:3]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    shifted = torch.randn(70 * 32 + 1).half()[1:].view(70, 32)
+    with fused.tuned(Tuning(on_chip=ALL)):
+        y = ops.apply(chain, leaves[0], leaves[1:], impl="triton")
+        assert launched == ["arrange_weights", "apply_pair"]
+        grads = torch.autograd.grad(y, leaves, shifted)
+    assert launched == ["arrange_weights", "apply_pair"]
+    meaning = torch.autograd.grad(ops.apply(chain, exact[0], exact[1:], impl="reference"), exact, shifted.double())
+    assert all(relative(g, m) < LIMIT[torch.float16] for g, m in zip(grads, meaning, strict=True))
+
+
 def test_compiled() -> None:
     chain = bt.BTT(rank=2).chain(32, 32)
     x, *factors = operands(bt.BTT(rank=2), 32, 32, 70, scaled=False)[:3]
@@ -197,3 +212,15 @@ def test_options_that_were_measured_for_another_size_are_used_where_they_fit() -
     with fused.tuned(Tuning(on_chip=OnChip(large, large, GRADIENTS))):
         assert on_chip(1024) == OnChip(weight_gradients=GRADIENTS)
         assert on_chip(64) == OnChip(large, large, GRADIENTS)
+
+
+@pytest.mark.parametrize(("d_in", "d_out"), [(1280, 5120), (5120, 1280)])
+def test_each_pass_is_judged_by_its_own_sizes(d_in: int, d_out: int) -> None:
+    """The gradient of x applies the chain the other way around."""
+    strided = layouts_of(bt.BTT(rank=2).chain(d_in, d_out)).strided
+    assert strided is not None
+    small = on_chip_sizes(layouts_of(bt.BTT(rank=2).chain(1280, 5120)).strided)
+    options = next(apply_candidates(small))
+    with fused.tuned(Tuning(on_chip=OnChip(options, options))):
+        fitting = selection.tuning_for(strided, torch.zeros(1, d_in).half()).on_chip
+    assert fitting == (OnChip(forward=options) if d_in < d_out else OnChip(input_gradient=options))

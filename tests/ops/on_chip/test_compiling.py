@@ -48,6 +48,8 @@ def test_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiling.machine_code(KERNEL, "sm_90") == code
     assert compiling.machine_code(KERNEL, "sm_80") == b"compiled again"
     assert compiling.machine_code(KERNEL + "\n", "sm_90") == b"compiled again"
+    monkeypatch.setattr(compiling, "_compiler", lambda: "another version")
+    assert compiling.machine_code(KERNEL, "sm_90") == b"compiled again"
 
 
 def test_damaged_code_is_compiled_again() -> None:

@@ -68,7 +68,8 @@ struct Numbers {
 constexpr int NO_END = 0x7fffffff;
 
 // Numbers [column, column + N) of a row, with zeros from `end` on. VEC numbers are read at a time: rows, `column` and
-// `end` are multiples of it. Rows in shared memory are read between two barriers, while nothing writes to them.
+// `end` are multiples of it. `__restrict__` holds for rows in shared memory, too: nothing writes to them before the next
+// barrier.
 template <int N, int VEC>
 __device__ __forceinline__ Numbers<N> load_columns(const u16* __restrict__ row, int column, int end) {
   Numbers<N> numbers;

@@ -152,8 +152,16 @@ class Kernel:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        loaded = ObjectCode.from_cubin(code) if isinstance(code, bytes) else code
-        self.name, self.kernel = name, loaded.get_kernel(name)
+        try:
+            # Machine code is loaded when its first kernel is looked up.
+            loaded = ObjectCode.from_cubin(code) if isinstance(code, bytes) else code
+            self.kernel = loaded.get_kernel(name)
+        except Exception as error:  # the errors of cuda.core share no class
+            raise ButtressError(
+                f"{device} does not load {name}, an on-chip kernel compiled for {architecture_of(device)}: {error}; "
+                "without cuda-core, the other kernels are used"
+            ) from error
+        self.name = name
         self.shared_bytes = shared_bytes
         self.configs: dict[tuple[int, int, int | None], Any] = {}
         # A launch may ask for more than 48 KiB only if the kernel allows it.
@@ -214,20 +222,13 @@ def _kernel(text: str, name: str, shared_bytes: int, device: torch.device) -> Ke
 
 @lru_cache(maxsize=1024)
 def _code(text: str, device: torch.device) -> Any:
-    """Compile and load the kernels of a text, once for each device."""
+    """Compile the kernels of a text, once for each device; `Kernel` loads them."""
     from cuda.core import ObjectCode
 
     forbid_in_capture()
-    architecture = architecture_of(device)
-    code = machine_code(text, architecture)
-    try:
-        _make_context_current()
-        return ObjectCode.from_cubin(code)
-    except Exception as error:  # the errors of cuda.core share no class
-        raise ButtressError(
-            f"{device} does not load the on-chip kernels, which were compiled for {architecture}: {error}; "
-            "without cuda-core, the other kernels are used"
-        ) from error
+    code = machine_code(text, architecture_of(device))
+    _make_context_current()
+    return ObjectCode.from_cubin(code)
 
 
 def architecture_of(device: torch.device) -> str:
