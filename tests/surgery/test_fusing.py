@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import buttress as bt
 from buttress.lab.models.gpt import GPT
 from buttress.nn.fused_activation import FusedActivation
-from buttress.surgery.tracing import activation_name
+from buttress.surgery.activation_places import activation_name
 from fusable import Block, ByAttribute, Halves, ffn, note, structured
 
 
@@ -126,7 +126,7 @@ def test_a_function_that_is_an_attribute() -> None:
 def test_a_dense_layer_after_it() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     bt.replace_(model, {"0": bt.BTT()})
-    assert note(model) == "it is read by 2, Linear, which is not structured"
+    assert note(model) == "it is read by 2 (Linear), which contains no structured layer"
     assert not bt.fuse_(nn.Sequential(nn.Linear(3, 3))).rows
 
 
@@ -144,7 +144,7 @@ def test_an_activation_with_two_names() -> None:
     before = model(x)
     rows = bt.fuse_(model).rows
     assert [(row.name, row.layer, row.note) for row in rows] == [
-        ("act", "", "the forward of TwoNames calls it 0 times"),
+        ("act", "", "the forward of TwoNames never calls it"),
         ("activation_fn", "down", ""),
     ]
     assert isinstance(model.act, nn.GELU)
