@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from buttress.surgery.preserving import preserved
 
 Function = Callable[[Tensor], Tensor]
 
-_PROBE = torch.cat([torch.linspace(-12, 12, 2401, dtype=torch.float64), torch.tensor([-1e4, 1e4, 1e12]).double()])
+_PROBE = torch.tensor([*(i / 100 for i in range(-1200, 1201)), -1e4, 1e4, 1e12], dtype=torch.float64, device="cpu")
 _PROBE_TOLERANCE = 1e-9
 _KINK = 1e-3
 """Gradients are not compared this near to zero, where relu has two."""
@@ -77,8 +78,7 @@ def find_activations(model: nn.Module) -> Iterator[Place]:
             return
         visited.add(id(owner))
         for key, value in [*vars(owner).items()]:
-            from_torch = (getattr(value, "__module__", None) or "").startswith("torch.")
-            if callable(value) and from_torch and not isinstance(value, type) and (name := activation_name(value)):
+            if key != "forward" and _is_function_of_torch(value) and (name := activation_name(value)):
                 yield Place(ancestors, key, name, value, _works_in_place(value))
         for key, child in owner._modules.items():
             if child is None or isinstance(child, FusedActivation | StructuredLinear):
@@ -90,6 +90,16 @@ def find_activations(model: nn.Module) -> Iterator[Place]:
                 yield from walk((*ancestors, (join(owner_name, key), child)))
 
     return walk((("", model),))
+
+
+def _is_function_of_torch(value: Any) -> bool:
+    """Whether a value is a function of torch, and not the forward of a module that torch has compiled."""
+    from_torch = (getattr(value, "__module__", None) or "").partition(".")[0] == "torch"
+    return (
+        from_torch
+        and isinstance(value, FunctionType | BuiltinFunctionType)
+        and not hasattr(value, "_torchdynamo_orig_callable")
+    )
 
 
 def activation_name(function: Function) -> str | None:
@@ -130,8 +140,8 @@ def _probed(function: Function, training: bool) -> tuple[Tensor, Tensor]:
         ValueError: If it is not elementwise, or keeps something between calls.
         Exception: Whatever the function raises.
     """
-    x = _PROBE.clone().requires_grad_()
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        x = _PROBE.clone().requires_grad_()
         function = _copied(function)
         if isinstance(function, nn.Module):
             with preserved(function, training) as snapshot:

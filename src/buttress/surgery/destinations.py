@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from buttress.inspection.hooks import has_hooks_or_own_forward
@@ -28,10 +30,12 @@ class Destination:
     Attributes:
         module: A structured layer, or a module that contains one; None where the traced module returns the result.
         width: Input size of the first layer of known size that is called; None if there is none.
+        shares_argument: Whether something else uses the activation's argument.
     """
 
     module: nn.Module | None
     width: int | None
+    shares_argument: bool
 
 
 def find_destination(tracer: Tracer, place: Place) -> Destination:
@@ -49,9 +53,10 @@ def find_destination(tracer: Tracer, place: Place) -> Destination:
     """
     call = _activation_call(tracer, place)
     user = _reading_node(tracer, call)
+    module = None if user.op == "output" else tracer.called(user)
+    destination = Destination(module, _first_width(tracer), len(call.all_input_nodes[0].users) > 1)
     if user.op == "output":
-        return Destination(None, _first_width(tracer))
-    module = tracer.called(user)
+        return destination
     if not isinstance(module, nn.Module):
         raise NotFusableError(f"its result goes into {_callee_name(user)}")
     if isinstance(module, StructuredLinear):
@@ -61,7 +66,7 @@ def find_destination(tracer: Tracer, place: Place) -> Destination:
     elif not any(isinstance(m, StructuredLinear) for m in module.modules()):
         kind = type(module).__name__
         raise NotFusableError(f"it is read by {user.target} ({kind}), which contains no structured layer")
-    return Destination(module, _first_width(tracer))
+    return destination
 
 
 def _activation_call(tracer: Tracer, place: Place) -> fx.Node:
@@ -147,6 +152,8 @@ def _returns_its_input(tracer: Tracer, node: fx.Node) -> bool:
     Raises:
         NotFusableError: If hooks see what it returns.
     """
+    if node.target in (F.dropout, torch.dropout):
+        return bool(node.kwargs.get("p", *node.args[1:2]) == 0)
     module = tracer.called(node)
     forward = getattr(type(module), "forward", None)
     if not (forward is nn.Identity.forward or (forward in _DROPPING and module.p == 0)):
@@ -167,6 +174,7 @@ def _check_layer_call(tracer: Tracer, activation: fx.Node, call: fx.Node) -> Non
     Raises:
         NotFusableError: If it cannot.
     """
+    _check_methods(tracer, activation, call)
     layer = tracer.called(call)
     if sum(tracer.called(node) is layer for node in tracer.nodes) > 1:
         raise NotFusableError(f"{call.target} is called several times")
@@ -175,6 +183,26 @@ def _check_layer_call(tracer: Tracer, activation: fx.Node, call: fx.Node) -> Non
     if any(argument in node.all_input_nodes for node in between):
         # It may be overwritten there, and the layer is to read it afterwards.
         raise NotFusableError(f"its argument is used again before {call.target} is called")
+
+
+def _check_methods(tracer: Tracer, activation: fx.Node, call: fx.Node) -> None:
+    """Check that every method that calls one of an activation and a layer calls the other, too.
+
+    A method such as `encode` may be called by itself, and is then expected to return what it returned before.
+
+    Args:
+        tracer: The trace.
+        activation: The call of the activation.
+        call: The call of the layer.
+
+    Raises:
+        NotFusableError: If a method does not.
+    """
+    around_activation, around_layer = tracer.methods_around(activation), tracer.methods_around(call)
+    for method in around_activation - around_layer:
+        raise NotFusableError(f"the method {method.co_name} calls it without {call.target}")
+    for method in around_layer - around_activation:
+        raise NotFusableError(f"the method {method.co_name} calls {call.target} without it")
 
 
 def _only_argument(node: fx.Node) -> fx.Node | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from buttress.errors import PlanError, first_line
 from buttress.inspection.hooks import removing
+from buttress.inspection.names import join
 from buttress.inspection.sites import check_not_wrapped
 from buttress.nn.fused_activation import FusedActivation
 from buttress.nn.linear import StructuredLinear
@@ -65,8 +65,10 @@ class FusionReport:
         return tuple(row.layer for row in self.rows if row.layer)
 
     def __str__(self) -> str:
-        count = f"{len(self.fused)} of {len(self.rows)} activations fused"
-        return f"{render(self.rows)}\n{count}; those that a forward calls by name, such as F.gelu(x), are not found"
+        return (
+            f"{render(self.rows)}\n{len(self.fused)} of {len(self.rows)} activations fused; those that a forward calls "
+            "by name, such as F.gelu(x), and functions that are not torch's own, are not found"
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def fuse_(model: nn.Module) -> FusionReport:
     An activation is fused if it computes GELU (exact or with tanh), SiLU or ReLU, and a structured layer alone reads
     its result. That is found by tracing the forward pass around it, so the model may be of any library. A module that
     passes its input through takes the activation's place. Parameters and the keys of the state dict stay the same: a
-    folder saved before or after loads as an ordinary model. If dropout between the two has p = 0, keep it so.
+    folder saved before or after loads as an ordinary model. If dropout between the two has p = 0, keep it so. A part of
+    the model that is called by itself, such as a slice of a Sequential, then returns its result without the activation.
 
     Args:
         model: The model to change. Replace, compress and load before; shard, parallelize and compile after.
@@ -155,35 +158,46 @@ def unfuse_(model: nn.Module) -> nn.Module:
         >>> model = bt.unfuse_(model)
         >>> model = bt.densify_(model)
     """
-    places = [(owner, key, fused) for owner in model.modules() for key, fused in _fused_places(owner)]
+    places = [
+        (join(name, key), owner, key, fused)
+        for name, owner in model.named_modules()
+        for key, fused in _fused_places(owner)
+    ]
     if places:
         check_not_wrapped(model, "unfusing")
-    _check_pairs(model, [fused for _, _, fused in places])
-    for owner, key, fused in places:
+    _check_pairs(model, {name: fused for name, _, _, fused in places})
+    for _, owner, key, fused in places:
         _restore(owner, key, fused)
     return model
 
 
-def _check_pairs(model: nn.Module, fused: list[FusedActivation]) -> None:
+def _check_pairs(model: nn.Module, places: dict[str, FusedActivation]) -> None:
     """Check that each layer with an activation has its FusedActivation in the model, and the other way around.
 
     Args:
         model: The model.
-        fused: What took the places of activations in it.
+        places: What took the places of activations in it, by name.
 
     Raises:
         PlanError: If one is missing.
     """
     layers = {m: name for name, m in model.named_modules() if isinstance(m, StructuredLinear)}
-    paired = {f.layer for f in fused}
-    alone = [name for layer, name in layers.items() if layer.input_activation is not None and layer not in paired]
-    if alone or not paired <= layers.keys():
-        what = f"{alone[0]} applies an activation" if alone else "an activation was taken into a layer"
-        other = "no place in this model says where it was" if alone else "that layer is not in this model"
-        raise PlanError(
-            f"unfusing needs each fused layer and the place of its activation in one model: {what}, and {other}. "
-            "Call bt.unfuse_ on the whole model, before copying parts of it"
-        )
+    paired = {fused.layer for fused in places.values()}
+    for layer, name in layers.items():
+        if layer.input_activation is not None and layer not in paired:
+            problem = f"{name} applies an activation, and no place in this model says where it was"
+            raise _unpaired(problem, f"set {name}.input_activation to None")
+    for name, fused in places.items():
+        if fused.layer not in layers:
+            problem = f"the activation {name} was taken into a layer, and that layer is not in this model"
+            raise _unpaired(problem, f"assign an activation to {name}")
+
+
+def _unpaired(problem: str, remedy: str) -> PlanError:
+    return PlanError(
+        f"unfusing needs each fused layer and the place of its activation in one model: {problem}. "
+        f"Call bt.unfuse_ on the whole model, before copying or exchanging parts of it, or {remedy}"
+    )
 
 
 def _fused_places(owner: nn.Module) -> list[tuple[str, FusedActivation]]:
@@ -193,7 +207,7 @@ def _fused_places(owner: nn.Module) -> list[tuple[str, FusedActivation]]:
 
 
 def _restore(owner: nn.Module, key: str, fused: FusedActivation) -> None:
-    fused.layer.input_activation = None
+    vars(fused.layer).pop("input_activation", None)  # the class has the default
     original = fused.original
     if isinstance(original, nn.Module):
         for module in original.modules():
@@ -217,6 +231,8 @@ def _try_to_fuse(model: nn.Module, place: Place) -> tuple[FusionRow, _Fusion | N
     try:
         reader = find_reader(model, place)
         example = _example_with_values(reader)
+        if example is None and reader.shares_argument:
+            raise NotFusableError("its argument is used elsewhere, and no example input shows whether it is changed")
         fusion = _Fusion(place, reader)
         with ExitStack() as undoing:
             undoing.callback(fusion.undo)
@@ -236,7 +252,7 @@ def _example_with_values(reader: Reader) -> tuple[Tensor, list[Tensor]] | None:
     if reader.width is None or parameter.is_meta:
         return None
     for shape in ((2, 3, reader.width), (2, reader.width, 3, 3)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+        x = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(parameter)
         try:
             return x, _values(reader, x)
         except NotFusableError:
@@ -264,32 +280,61 @@ def _check_values(reader: Reader, x: Tensor, before: list[Tensor]) -> None:
         raise
     except Exception as error:
         raise NotFusableError(f"{root} would fail: {first_line(error, 80)}") from error
-    if not all(_is_same(old, new) for old, new in zip(before, after, strict=True)):
+    if len(before) != len(after) or not all(map(_is_same, before, after)):
         raise NotFusableError(f"the outputs of {root} would change")
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _values(reader: Reader, x: Tensor) -> list[Tensor]:
     """What the layer multiplies by its matrix, and the outputs of the module around it, in both modes."""
+    return [value for training in (False, True) for value in _values_in_mode(reader, x, training)]
+
+
+def _values_in_mode(reader: Reader, x: Tensor, training: bool) -> list[Tensor]:
+    """The values in one mode.
+
+    Args:
+        reader: The layer.
+        x: An input of the module around it.
+        training: The mode.
+
+    Returns:
+        What the layer multiplies, then the outputs.
+
+    Raises:
+        NotFusableError: If the layer is called more than once, or if what it has read is changed afterwards.
+        Exception: Whatever the module raises.
+    """
     layer = reader.layer
+    arguments: list[Tensor] = []
+    versions: list[int] = []
     values: list[Tensor] = []
-    for training in (False, True):
-        read: list[Tensor] = []
 
-        def hook(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], read: list[Tensor] = read) -> None:
-            (argument,) = (*arguments, *options.values())
-            read.append(activated(argument, layer.input_activation).clone())
+    def hook(_: nn.Module, by_position: tuple[Tensor, ...], by_name: dict[str, Tensor]) -> None:
+        (argument,) = (*by_position, *by_name.values())
+        arguments.append(argument)
+        versions.append(argument._version)
+        values.append(activated(argument, layer.input_activation).clone())
 
-        # Random numbers, such as those of dropout, are the same in each call.
-        with preserved(reader.root, training), removing(layer.register_forward_pre_hook(hook, with_kwargs=True)):
-            output = getattr(reader.root, reader.method)(x.clone())
-            outputs = [t.clone() for t in tree_leaves(output) if isinstance(t, Tensor)]
-        if len(read) != 1:
-            raise NotFusableError(f"{reader.name} was called {len(read)} times on an example")
-        values += [*read, *outputs]
+    # Random numbers, such as those of dropout, are the same in each call.
+    with preserved(reader.root, training), removing(layer.register_forward_pre_hook(hook, with_kwargs=True)):
+        output = getattr(reader.root, reader.method)(x.clone())
+        values += [t.clone() for t in tree_leaves(output) if isinstance(t, Tensor)]
+    if len(arguments) != 1:
+        raise NotFusableError(f"{reader.name} was called {len(arguments)} times on an example")
+    if arguments[0]._version != versions[0]:
+        # The layer stores it for the backward pass, where torch would notice and raise an error.
+        raise NotFusableError(f"its argument is changed after {reader.name} has read it")
     return values
 
 
 def _is_same(old: Tensor, new: Tensor) -> bool:
-    allowed = max(_ROUNDINGS * torch.finfo(old.dtype).eps, 1e-8) * old.double().norm()
-    return bool((new.double() - old.double()).norm() <= allowed)
+    """Whether a tensor has its earlier values, up to rounding."""
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        return False
+    if not (old.is_floating_point() or old.is_complex()):
+        return torch.equal(old, new)
+    tolerance = max(_ROUNDINGS * torch.finfo(old.dtype).eps, 1e-8)
+    old, new = (t.to(torch.promote_types(t.dtype, torch.float64)) for t in (old, new))
+    return bool((new - old).norm() <= tolerance * old.norm())

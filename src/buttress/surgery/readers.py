@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -27,6 +27,7 @@ class Reader:
         root: That module.
         method: The method of it that calls both.
         width: Input size of the first layer of known size that the method calls; None if there is none.
+        shares_argument: Whether something else in the root uses the activation's argument.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Reader:
     root: nn.Module
     method: str
     width: int | None
+    shares_argument: bool
 
 
 def find_reader(model: nn.Module, place: Place) -> Reader:
@@ -65,7 +67,15 @@ def find_reader(model: nn.Module, place: Place) -> Reader:
             _check_layer(layer, name)
             _ancestors(model, root, place.owner)
             _ancestors(model, root, layer)
-            return Reader(name, layer, root_name, root, traced_method(root), destination.width)
+            return Reader(
+                name=name,
+                layer=layer,
+                root_name=root_name,
+                root=root,
+                method=traced_method(root),
+                width=destination.width,
+                shares_argument=destination.shares_argument,
+            )
     raise NotFusableError("the model returns its result")
 
 
@@ -136,7 +146,7 @@ def _destination_in_every_case(root: nn.Module, place: Place, opened: list[nn.Mo
         opened: Modules whose own calls are recorded.
 
     Returns:
-        The destination in the usual case.
+        The destination.
 
     Raises:
         NotFusableError: If something else reads it, or if that depends on how the root is called.
@@ -151,7 +161,7 @@ def _destination_in_every_case(root: nn.Module, place: Place, opened: list[nn.Mo
             raise NotFusableError(f"{case.text}{error}") from None
         if destinations[-1].module is not destinations[0].module:
             raise NotFusableError(f"{case.text}its result goes elsewhere")
-    return destinations[0]
+    return replace(destinations[0], shares_argument=any(destination.shares_argument for destination in destinations))
 
 
 def _check_layer(layer: StructuredLinear, name: str) -> None:

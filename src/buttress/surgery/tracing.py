@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 from torch import fx, nn
@@ -109,6 +111,7 @@ class Tracer(fx.Tracer):
         self.marks = [self._mark() for _ in places]
         self._traced, self._opened, self._places = root, opened, places
         self._modules = dict(root.named_modules(remove_duplicate=False))
+        self._methods: dict[fx.Node, frozenset[CodeType]] = {}
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -118,6 +121,10 @@ class Tracer(fx.Tracer):
     def called(self, node: fx.Node) -> Any:
         """The module or function that a node calls."""
         return self._modules[str(node.target)] if node.op == "call_module" else node.target
+
+    def methods_around(self, node: fx.Node) -> frozenset[CodeType]:
+        """The methods of modules in which a call was recorded, without those that calling a module runs."""
+        return self._methods[node]
 
     def run(self, case: Case) -> None:
         """Trace the module; its state stays as it was.
@@ -167,6 +174,24 @@ class Tracer(fx.Tracer):
         finally:
             for place, value in zip(self._places, before, strict=True):
                 place.slots[place.key] = value
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What stands for the result of a call."""
+        self._methods[node] = self._running_methods()
+        return super().proxy(node)
+
+    def _running_methods(self) -> frozenset[CodeType]:
+        methods: set[CodeType] = set()
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            code = frame.f_code
+            is_forward = code.co_name in vars(nn.Module) or code.co_name == self.traced_func_name
+            if code.co_argcount > 0 and not is_forward:
+                owner = frame.f_locals.get(code.co_varnames[0])
+                if isinstance(owner, nn.Module) and hasattr(type(owner), code.co_name):
+                    methods.add(code)
+        return frozenset(methods)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is opaque."""
