@@ -177,6 +177,12 @@ class OtherWhenTrained(Block):
         return self.down(h + 1 if self.training and type(h) is Tensor else h)
 
 
+class OtherWhenScaled(Block):
+    def forward(self, x: Tensor, scaled: bool = False) -> Tensor:
+        h = self.act(self.up(x))
+        return self.other(h) if scaled else self.down(h)
+
+
 class OtherShape(Block):
     """Returns more in every call."""
 
@@ -209,10 +215,15 @@ class OtherShape(Block):
         (nn.Sequential(nn.Linear(8, 8), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 8)), "may be used elsewhere"),
         (WithMode(), "with mode: the forward of WithMode cannot be traced"),
         (RemembersInObject(), "the forward of RemembersInObject keeps something between calls"),
-        (
-            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8)),
-            "2 (LayerNorm), which contains no",
-        ),
+        (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8)), "it is read by 2 (LayerNorm)"),
+        (AddsInPlace(nn.ReLU()), "its argument is changed after down has read it"),
+        (WritesThroughView(nn.ReLU()), "its argument is changed after down has read it"),
+        (WithFlag(F.relu), "it is called with more than its input"),
+        (WithNamedFlag(F.relu), "it is called with more than its input"),
+        (nn.Sequential(nn.Linear(8, 8), nn.GELU(), Doubles(), nn.Linear(8, 8)), "it is read by 2 (Doubles)"),
+        (MoreWhenRun(), "down was called 2 times on an example"),
+        (OtherWhenTrained(), "the outputs of the model would change"),
+        (OtherWhenScaled(), "with scaled=True: its result goes elsewhere"),
         (nn.Sequential(nn.Linear(8, 8), nn.GELU()), "the model returns its result"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

@@ -78,7 +78,7 @@ def find_activations(model: nn.Module) -> Iterator[Place]:
             return
         visited.add(id(owner))
         for key, value in [*vars(owner).items()]:
-            if key != "forward" and _is_function_of_torch(value) and (name := activation_name(value)):
+            if _is_function_of_torch(value) and (name := activation_name(value)):
                 yield Place(ancestors, key, name, value, _works_in_place(value))
         for key, child in owner._modules.items():
             if child is None or isinstance(child, FusedActivation | StructuredLinear):
@@ -93,7 +93,7 @@ def find_activations(model: nn.Module) -> Iterator[Place]:
 
 
 def _is_function_of_torch(value: Any) -> bool:
-    """Whether a value is a function of torch, and not the forward of a module that torch has compiled."""
+    """Whether a value is a function of torch, and not one that torch.compile has made of a model."""
     from_torch = (getattr(value, "__module__", None) or "").partition(".")[0] == "torch"
     return (
         from_torch

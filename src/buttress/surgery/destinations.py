@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -52,21 +53,21 @@ def find_destination(tracer: Tracer, place: Place) -> Destination:
         NotFusableError: If something reads the result that is no structured layer and contains none.
     """
     call = _activation_call(tracer, place)
-    user = _reading_node(tracer, call)
-    module = None if user.op == "output" else tracer.called(user)
-    destination = Destination(module, _first_width(tracer), len(call.all_input_nodes[0].users) > 1)
-    if user.op == "output":
-        return destination
+    reader = _reading_node(tracer, call)
+    width, shares_argument = _first_width(tracer), len(call.all_input_nodes[0].users) > 1
+    if reader.op == "output":
+        return Destination(None, width, shares_argument)
+    module = tracer.called(reader)
     if not isinstance(module, nn.Module):
-        raise NotFusableError(f"its result goes into {_callee_name(user)}")
+        raise NotFusableError(f"its result goes into {_callee_name(reader)}")
     if isinstance(module, StructuredLinear):
-        _check_layer_call(tracer, call, user)
+        _check_layer_call(tracer, call, reader)
     elif isinstance(module, _DROPOUTS):
         raise NotFusableError(f"dropout with p={module.p} follows")
     elif not any(isinstance(m, StructuredLinear) for m in module.modules()):
         kind = type(module).__name__
-        raise NotFusableError(f"it is read by {user.target} ({kind}), which contains no structured layer")
-    return destination
+        raise NotFusableError(f"it is read by {reader.target} ({kind}), which contains no structured layer")
+    return Destination(module, width, shares_argument)
 
 
 def _activation_call(tracer: Tracer, place: Place) -> fx.Node:
@@ -199,10 +200,14 @@ def _check_methods(tracer: Tracer, activation: fx.Node, call: fx.Node) -> None:
         NotFusableError: If a method does not.
     """
     around_activation, around_layer = tracer.methods_around(activation), tracer.methods_around(call)
-    for method in around_activation - around_layer:
-        raise NotFusableError(f"the method {method.co_name} calls it without {call.target}")
-    for method in around_layer - around_activation:
-        raise NotFusableError(f"the method {method.co_name} calls {call.target} without it")
+    if methods := around_activation - around_layer:
+        raise NotFusableError(f"the method {_first_name(methods)} calls it without {call.target}")
+    if methods := around_layer - around_activation:
+        raise NotFusableError(f"the method {_first_name(methods)} calls {call.target} without it")
+
+
+def _first_name(methods: frozenset[CodeType]) -> str:
+    return min(method.co_name for method in methods)
 
 
 def _only_argument(node: fx.Node) -> fx.Node | None:

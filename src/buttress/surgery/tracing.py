@@ -181,6 +181,7 @@ class Tracer(fx.Tracer):
         return super().proxy(node)
 
     def _running_methods(self) -> frozenset[CodeType]:
+        """The methods of modules that are running. Their frames would keep everything alive that they refer to."""
         methods: set[CodeType] = set()
         frame = sys._getframe()
         while frame.f_back is not None:
