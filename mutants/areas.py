@@ -14,6 +14,8 @@ AREAS = (
     "optim",
     "nn",
     "surgery",
+    "fusing",
+    "readers",
     "growing",
     "projection",
     "compression",

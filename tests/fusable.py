@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import buttress as bt
@@ -31,6 +33,26 @@ def note(model: nn.Module) -> str:
     assert {name: type(m) for name, m in model.named_modules()} == state
     assert all(m.input_activation is None for m in model.modules() if isinstance(m, bt.StructuredLinear))
     return row.note
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes that the backward pass of a model needs."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(x)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}.values())
+
+
+def check_left_as_it_was(model: nn.Module, reason: str) -> None:
+    """Check that the only activation is not fused for a reason, and that nothing else happens to the model."""
+    structured(model).eval()
+    x = torch.randn(3, 8)
+    before = model(x)
+    attributes = [copy.copy(vars(m)) for m in model.modules()]
+    assert reason in note(model)
+    assert all(vars(m)[key] is old[key] for m, old in zip(model.modules(), attributes, strict=True) for key in old)
+    assert "Proxy" not in str([vars(m) for m in model.modules()])
+    assert torch.equal(model(x), before)
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""FusedActivation: what takes the place of an activation that the layer after it applies itself."""
+"""FusedActivation: stands in for an activation that a later layer applies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from buttress.nn.linear import StructuredLinear
 class FusedActivation(nn.Module):
     """Returns its input: a structured layer that follows applies the activation, as its `input_activation`.
 
-    `fuse_` puts it in place of an activation, and `unfuse_` takes it out again.
+    `fuse_` puts it in place of an activation, and `unfuse_` takes it out again. Copy the model as a whole: a copy of
+    this module alone, or of a part of the model without the layer, contains a copy of the layer.
 
     Args:
         activation: Name of the activation.

@@ -38,7 +38,7 @@ def densify_(model: nn.Module) -> nn.Module:
 
     Raises:
         PlanError: If the model is itself one structured layer, is wrapped for distributed training, or contains a
-            structured layer that was compiled by itself, or to which `fuse_` gave an input activation.
+            structured layer that was compiled by itself, or one to which `fuse_` gave an input activation.
 
     Example:
         >>> report = replace_(model, BTT(rank=2))

@@ -1,7 +1,8 @@
-"""fuse_ and unfuse_: activations applied by the structured layers that read them."""
+"""fuse_ and unfuse_: activations applied by the structured layers that read their results."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import MethodType
 
@@ -11,23 +12,19 @@ from torch.utils._pytree import tree_leaves
 
 from buttress.errors import PlanError, first_line
 from buttress.inspection.hooks import removing
+from buttress.inspection.names import join
 from buttress.inspection.sites import check_not_wrapped
 from buttress.nn.fused_activation import FusedActivation
 from buttress.nn.linear import StructuredLinear
 from buttress.ops.activations import activated
-from buttress.surgery.tracing import (
-    Place,
-    Reading,
-    UnreadError,
-    find_activations,
-    find_reader,
-    preserved,
-    used_from_outside,
-)
+from buttress.surgery.activation_places import Place, find_activations
+from buttress.surgery.preserving import preserved
+from buttress.surgery.readers import Reader, find_reader, used_from_outside
+from buttress.surgery.tracing import NotFusableError
 from buttress.text_table import render
 
 _ROUNDINGS = 16
-"""Roundings by which outputs may differ: transformers computes some activations step by step in half precision."""
+"""Outputs may differ by this many roundings: transformers computes some activations step by step in half precision."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +65,37 @@ class FusionReport:
         return tuple(row.layer for row in self.rows if row.layer)
 
     def __str__(self) -> str:
-        count = f"{len(self.fused)} of {len(self.rows)} activations fused"
-        return f"{render(self.rows)}\n{count}; those that a forward calls by name, such as F.gelu(x), are not found"
+        return (
+            f"{render(self.rows)}\n{len(self.fused)} of {len(self.rows)} activations fused; those that a forward calls "
+            "by name, such as F.gelu(x), and functions that are not torch's own, are not found"
+        )
 
 
 @dataclass(frozen=True)
 class _Fusion:
-    """An activation that a layer applies now: its place, with what is there now, its reader, and its row's index."""
+    """An activation that a layer applies.
+
+    Attributes:
+        place: The activation.
+        reader: The layer.
+    """
 
     place: Place
-    reading: Reading
-    fused: FusedActivation
-    row: int
+    reader: Reader
+
+    def apply(self) -> None:
+        """Let the layer apply the activation."""
+        place, layer = self.place, self.reader.layer
+        fused = FusedActivation(place.activation, place.value, layer).train(place.owner.training)
+        # A function stays an attribute that is no module: nn.TransformerDecoderLayer gives a copy without one relu.
+        place.slots[place.key] = fused if isinstance(place.value, nn.Module) else fused.forward
+        layer.input_activation = place.activation
 
     def undo(self) -> None:
-        _restore(self.place.owner, self.place.key, self.fused)
+        """Put the activation back, if the layer applies it."""
+        for key, fused in _fused_places(self.place.owner):
+            if key == self.place.key:
+                _restore(self.place.owner, key, fused)
 
 
 def fuse_(model: nn.Module) -> FusionReport:
@@ -94,7 +107,8 @@ def fuse_(model: nn.Module) -> FusionReport:
     An activation is fused if it computes GELU (exact or with tanh), SiLU or ReLU, and a structured layer alone reads
     its result. That is found by tracing the forward pass around it, so the model may be of any library. A module that
     passes its input through takes the activation's place. Parameters and the keys of the state dict stay the same: a
-    folder saved before or after loads as an ordinary model. Dropout between the two that is off must stay off.
+    folder saved before or after loads as an ordinary model. If dropout between the two has p = 0, keep it so. A part of
+    the model that is called by itself, such as a slice of a Sequential, then returns its result without the activation.
 
     Args:
         model: The model to change. Replace, compress and load before; shard, parallelize and compile after.
@@ -111,24 +125,24 @@ def fuse_(model: nn.Module) -> FusionReport:
     """
     check_not_wrapped(model, "fusing")
     rows: list[FusionRow] = []
-    fusions: list[_Fusion] = []
-    try:
+    fused: list[tuple[int, _Fusion]] = []
+    with ExitStack() as undoing:
         for place in list(find_activations(model)):
-            row, fusion = _fused(model, place, len(rows))
+            row, fusion = _try_to_fuse(model, place)
+            if fusion is not None:
+                undoing.callback(fusion.undo)
+                fused.append((len(rows), fusion))
             rows.append(row)
-            fusions += [fusion] if fusion else []
-        for i, reason in used_from_outside(model, [(fusion.place, fusion.reading) for fusion in fusions]).items():
-            fusions[i].undo()
-            rows[fusions[i].row] = replace(rows[fusions[i].row], layer="", verified=False, note=reason)
-    except BaseException:
-        for fusion in fusions:
+        for i, reason in used_from_outside(model, [(fusion.place, fusion.reader) for _, fusion in fused]).items():
+            index, fusion = fused[i]
             fusion.undo()
-        raise
+            rows[index] = replace(rows[index], layer="", verified=False, note=reason)
+        undoing.pop_all()
     return FusionReport(tuple(rows))
 
 
 def unfuse_(model: nn.Module) -> nn.Module:
-    """Undo `fuse_`, in place: activations are modules of their own again.
+    """Undo `fuse_`, in place: activations are computed where they were before.
 
     Args:
         model: The model to change. One that was never fused stays as it is.
@@ -144,55 +158,56 @@ def unfuse_(model: nn.Module) -> nn.Module:
         >>> model = bt.unfuse_(model)
         >>> model = bt.densify_(model)
     """
-    places = [(owner, key, fused) for owner in model.modules() for key, fused in _fused_in(owner)]
+    places = [
+        (join(name, key), owner, key, fused)
+        for name, owner in model.named_modules()
+        for key, fused in _fused_places(owner)
+    ]
     if places:
         check_not_wrapped(model, "unfusing")
-    _check_pairs(model, [fused for _, _, fused in places])
-    for owner, key, fused in places:
+    _check_pairs(model, {name: fused for name, _, _, fused in places})
+    for _, owner, key, fused in places:
         _restore(owner, key, fused)
     return model
 
 
-def _check_pairs(model: nn.Module, fused: list[FusedActivation]) -> None:
+def _check_pairs(model: nn.Module, places: dict[str, FusedActivation]) -> None:
     """Check that each layer with an activation has its FusedActivation in the model, and the other way around.
 
     Args:
         model: The model.
-        fused: What took the places of activations in it.
+        places: What took the places of activations in it, by name.
 
     Raises:
         PlanError: If one is missing.
     """
     layers = {m: name for name, m in model.named_modules() if isinstance(m, StructuredLinear)}
-    paired = {f.layer for f in fused}
-    alone = [name for layer, name in layers.items() if layer.input_activation is not None and layer not in paired]
-    if alone or not paired <= layers.keys():
-        what = f"{alone[0]} applies an activation" if alone else "an activation was taken into a layer"
-        other = "no place in this model says where it was" if alone else "that layer is not in this model"
-        raise PlanError(
-            f"unfusing needs each fused layer and the place of its activation in one model: {what}, and {other}. "
-            "Call bt.unfuse_ on the whole model, before copying parts of it"
-        )
+    paired = {fused.layer for fused in places.values()}
+    for layer, name in layers.items():
+        if layer.input_activation is not None and layer not in paired:
+            problem = f"{name} applies an activation, and no place in this model says where it was"
+            raise _unpaired(problem, f"set {name}.input_activation to None")
+    for name, fused in places.items():
+        if fused.layer not in layers:
+            problem = f"the activation {name} was taken into a layer, and that layer is not in this model"
+            raise _unpaired(problem, f"assign an activation to {name}")
 
 
-def _fused_in(owner: nn.Module) -> list[tuple[str, FusedActivation]]:
+def _unpaired(problem: str, remedy: str) -> PlanError:
+    return PlanError(
+        f"unfusing needs each fused layer and the place of its activation in one model: {problem}. "
+        f"Call bt.unfuse_ on the whole model, before copying or exchanging parts of it, or {remedy}"
+    )
+
+
+def _fused_places(owner: nn.Module) -> list[tuple[str, FusedActivation]]:
     """What took the places of activations in a module, by attribute."""
     methods = [(key, value.__self__) for key, value in vars(owner).items() if isinstance(value, MethodType)]
     return [(key, m) for key, m in [*methods, *owner._modules.items()] if isinstance(m, FusedActivation)]
 
 
-def _put(place: Place, fused: FusedActivation) -> Place:
-    """Let a FusedActivation take an activation's place; the layer does not apply the activation yet."""
-    if isinstance(fused.original, nn.Module):
-        place.owner._modules[place.key] = fused
-        return replace(place, value=fused, in_place=False)
-    # A function stays an attribute that is no module: nn.TransformerDecoderLayer gives a copy without one relu.
-    vars(place.owner)[place.key] = fused.forward
-    return replace(place, value=fused.forward, in_place=False)
-
-
 def _restore(owner: nn.Module, key: str, fused: FusedActivation) -> None:
-    fused.layer.input_activation = None
+    vars(fused.layer).pop("input_activation", None)  # the class has the default
     original = fused.original
     if isinstance(original, nn.Module):
         for module in original.modules():
@@ -202,101 +217,124 @@ def _restore(owner: nn.Module, key: str, fused: FusedActivation) -> None:
         vars(owner)[key] = original
 
 
-def _fused(model: nn.Module, place: Place, index: int) -> tuple[FusionRow, _Fusion | None]:
+def _try_to_fuse(model: nn.Module, place: Place) -> tuple[FusionRow, _Fusion | None]:
     """Fuse one activation, if that changes nothing.
 
     Args:
         model: The model.
         place: The activation.
-        index: Index of its row.
 
     Returns:
         Its row, and what was fused.
     """
     row = FusionRow(place.name, place.activation, "", False, "")
     try:
-        reading = find_reader(model, place)
-        x, before = _example(reading)
-    except UnreadError as error:
+        reader = find_reader(model, place)
+        example = _example_with_values(reader)
+        if example is None and reader.shares_argument:
+            raise NotFusableError("its argument is used elsewhere, and no example input shows whether it is changed")
+        fusion = _Fusion(place, reader)
+        with ExitStack() as undoing:
+            undoing.callback(fusion.undo)
+            fusion.apply()
+            if example is not None:
+                _check_values(reader, *example)
+            undoing.pop_all()
+    except NotFusableError as error:
         return replace(row, note=str(error)), None
-    fused = FusedActivation(place.activation, place.value, reading.layer).train(place.owner.training)
-    note = "interrupted"
-    try:
-        now = _put(place, fused)
-        _check_replaced(model, now, reading)
-        fused.layer.input_activation = fused.activation
-        is_same = x is None or _is_same(before, _values(reading, x))
-        note = "" if is_same else f"the outputs of {reading.root[0] or 'the model'} would change"
-    except UnreadError as error:
-        note = str(error)
-    except Exception as error:
-        note = f"{reading.root[0] or 'the model'} would fail: {first_line(error, 80)}"
-    finally:
-        if note:
-            _restore(place.owner, place.key, fused)
-    if note:
-        return replace(row, note=note), None
-    note = "" if x is not None else "no example input: not verified"
-    return replace(row, layer=reading.name, verified=x is not None, note=note), _Fusion(now, reading, fused, index)
+    note = "no example input: not verified" if example is None else ""
+    return replace(row, layer=reader.name, verified=example is not None, note=note), fusion
 
 
-def _check_replaced(model: nn.Module, place: Place, reading: Reading) -> None:
-    """Check that what took an activation's place is called as the activation was.
-
-    Args:
-        model: The model.
-        place: The place, with what is there now.
-        reading: What read the activation.
-
-    Raises:
-        UnreadError: If it is not, such as where the forward pass uses the activation under another name.
-    """
-    again = find_reader(model, place)
-    if again.layer is not reading.layer or again.root[1] is not reading.root[1]:
-        raise UnreadError("its result would go elsewhere")
-
-
-def _example(reading: Reading) -> tuple[Tensor | None, list[Tensor]]:
+def _example_with_values(reader: Reader) -> tuple[Tensor, list[Tensor]] | None:
     """A random input on which the module around both runs, and its values there; None if none was found."""
-    parameter = next(iter(reading.layer.factors.values()))
-    if reading.width is None or parameter.is_meta:
-        return None, []
-    for shape in ((2, 3, reading.width), (2, reading.width, 3, 3)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+    parameter = next(iter(reader.layer.factors.values()))
+    if reader.width is None or parameter.is_meta:
+        return None
+    for shape in ((2, 3, reader.width), (2, reader.width, 3, 3)):
+        x = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(parameter)
         try:
-            return x, _values(reading, x)
-        except UnreadError:
+            return x, _values(reader, x)
+        except NotFusableError:
             raise
         except Exception:
             continue
-    return None, []
+    return None
 
 
+def _check_values(reader: Reader, x: Tensor, before: list[Tensor]) -> None:
+    """Check that values are those before, up to rounding.
+
+    Args:
+        reader: The layer.
+        x: An input of the module around it.
+        before: Its values before.
+
+    Raises:
+        NotFusableError: If they are not, or if the module fails.
+    """
+    root = reader.root_name or "the model"
+    try:
+        after = _values(reader, x)
+    except NotFusableError:
+        raise
+    except Exception as error:
+        raise NotFusableError(f"{root} would fail: {first_line(error, 80)}") from error
+    if len(before) != len(after) or not all(map(_is_same, before, after)):
+        raise NotFusableError(f"the outputs of {root} would change")
+
+
+@torch.inference_mode(False)
 @torch.no_grad()
-def _values(reading: Reading, x: Tensor) -> list[Tensor]:
+def _values(reader: Reader, x: Tensor) -> list[Tensor]:
     """What the layer multiplies by its matrix, and the outputs of the module around it, in both modes."""
-    layer, root = reading.layer, reading.root[1]
+    return [value for training in (False, True) for value in _values_in_mode(reader, x, training)]
+
+
+def _values_in_mode(reader: Reader, x: Tensor, training: bool) -> list[Tensor]:
+    """The values in one mode.
+
+    Args:
+        reader: The layer.
+        x: An input of the module around it.
+        training: The mode.
+
+    Returns:
+        What the layer multiplies, then the outputs.
+
+    Raises:
+        NotFusableError: If the layer is called more than once, or if what it has read is changed afterwards.
+        Exception: Whatever the module raises.
+    """
+    layer = reader.layer
+    arguments: list[Tensor] = []
+    versions: list[int] = []
     values: list[Tensor] = []
-    for training in (False, True):
-        read: list[Tensor] = []
 
-        def hook(_: nn.Module, arguments: tuple[Tensor, ...], read: list[Tensor] = read) -> None:
-            read.append(activated(arguments[0], layer.input_activation).clone())
+    def hook(_: nn.Module, by_position: tuple[Tensor, ...], by_name: dict[str, Tensor]) -> None:
+        (argument,) = (*by_position, *by_name.values())
+        arguments.append(argument)
+        versions.append(argument._version)
+        values.append(activated(argument, layer.input_activation).clone())
 
-        # Random numbers, such as those of dropout, are the same in each call.
-        with preserved(root, training), removing(layer.register_forward_pre_hook(hook)):
-            output = getattr(root, reading.method)(x.clone())
-            outputs = [t.clone() for t in tree_leaves(output) if isinstance(t, Tensor)]
-        if len(read) != 1:
-            raise UnreadError(f"{reading.name} was called {len(read)} times on an example")
-        values += [*read, *outputs]
+    # Random numbers, such as those of dropout, are the same in each call.
+    with preserved(reader.root, training), removing(layer.register_forward_pre_hook(hook, with_kwargs=True)):
+        output = getattr(reader.root, reader.method)(x.clone())
+        values += [t.clone() for t in tree_leaves(output) if isinstance(t, Tensor)]
+    if len(arguments) != 1:
+        raise NotFusableError(f"{reader.name} was called {len(arguments)} times on an example")
+    if arguments[0]._version != versions[0]:
+        # The layer stores it for the backward pass, where torch would notice and raise an error.
+        raise NotFusableError(f"its argument is changed after {reader.name} has read it")
     return values
 
 
-def _is_same(before: list[Tensor], after: list[Tensor]) -> bool:
-    """Whether values are those before, up to rounding."""
-    for old, new in zip(before, after, strict=True):
-        allowed = max(_ROUNDINGS * torch.finfo(old.dtype).eps, 1e-8) * old.double().norm()
-        if not (new.double() - old.double()).norm() <= allowed:
-            return False
-    return True
+def _is_same(old: Tensor, new: Tensor) -> bool:
+    """Whether a tensor has its earlier values, up to rounding."""
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        return False
+    if not (old.is_floating_point() or old.is_complex()):
+        return torch.equal(old, new)
+    tolerance = max(_ROUNDINGS * torch.finfo(old.dtype).eps, 1e-8)
+    old, new = (t.to(torch.promote_types(t.dtype, torch.float64)) for t in (old, new))
+    return bool((new - old).norm() <= tolerance * old.norm())
