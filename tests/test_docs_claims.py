@@ -266,3 +266,54 @@ def test_the_learning_rates_of_both_splits() -> None:
     for split, multipliers in (("even", [32, 24]), ("greedy", [48, 16])):
         chain = bt.BTT(split=split).chain(3072, 256)
         assert [bt.lr_multiplier(f, chain) for f in chain.factors] == multipliers
+
+
+def test_adamw_and_muon_in_small_models() -> None:
+    from generation.records import runs
+
+    from buttress.lab.analysis.lines import largest_activations
+
+    page = (DOCS / "results/gpt2.md").read_text()
+    losses: dict[tuple[str, str, bool], list[float]] = {}
+    sizes: dict[tuple[str, str, bool], list[float]] = {}
+    records = runs("gpt2-muon-small", "cpu")
+    for r in sorted(records, key=lambda r: r.run.lr):
+        model = r.run.structure, r.run.optimizer, r.run.normalize
+        losses.setdefault(model, []).append(r.results["test_loss"])
+        sizes.setdefault(model, []).append(max(size for _, size in largest_activations(r)))
+    dense, btt = (
+        {name: losses[structure, name, normalize] for name in ("adamw", "muon")}
+        for structure, normalize in (("", False), ("btt(rank=4)", True))
+    )
+    gains = (f"{min(model['adamw']) - min(model['muon']):.2f} nats for" for model in (dense, btt))
+    assert "by {} the dense model and by {} normalized BTT".format(*gains) in page
+    leads = (f"{min(dense[name]) - min(btt[name]):.2f} nats" for name in ("adamw", "muon"))
+    assert "from {} with AdamW to {}.".format(*leads) in page
+    plain = "btt(rank=4)", "muon", False
+    assert all(a < b for a, b in zip(btt["muon"], losses[plain], strict=True)), "normalized weights: lower at all rates"
+    assert f"an RMS of {sizes[plain][-1]:.0f} at the highest rate" in page
+    assert f"and with them {sizes['btt(rank=4)', 'muon', True][-1]:.1f}." in page
+    assert btt["adamw"][0] == min(btt["adamw"]), "the lowest of the three rates is the best"
+    macs = sorted({r.macs / r.run.context for r in records})
+    assert "({:.2f} M and {:.2f} M)".format(*(m / 1e6 for m in macs)) in page
+
+
+def test_one_learning_rate_for_all_widths() -> None:
+    from generation.records import runs
+
+    page = (DOCS / "results/gpt2.md").read_text()
+    records = runs("gpt2-rate-transfer-small", "cpu")
+    losses: dict[tuple[str, int], dict[float, float]] = {}
+    for r in records:
+        losses.setdefault((r.run.structure, r.run.width), {})[r.run.lr] = r.results["test_loss"]
+    assert [len(rates) for rates in losses.values()] == [5] * 6
+    above = {lr: [rates[lr] - min(rates.values()) for rates in losses.values()] for lr in (6e-4, 6e-3)}
+    assert f"within {max(above[6e-3]):.2f} nats of it in every row" in page
+    assert f"is {min(above[6e-4]):.2f} to {max(above[6e-4]):.2f} nats above the best everywhere" in page
+    for structure, text in (("", "dense"), ("btt(rank=4)", "BTT")):
+        best = [min(rates, key=rates.__getitem__) for (s, _), rates in sorted(losses.items()) if s == structure]
+        assert "{:g}, {:g}, {:g} for {}".format(*best, text) in page
+    macs = {(r.run.structure, r.run.width): r.macs for r in records}
+    for width in (64, 128, 256):
+        assert macs["btt(rank=4)", width] < macs["", width]
+        assert all(losses["btt(rank=4)", width][lr] < loss for lr, loss in losses["", width].items())

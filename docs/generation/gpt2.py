@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from buttress.lab.analysis import figures
 from buttress.lab.analysis.lines import largest_activations, training_seconds
+from buttress.lab.runs.records import Record
 
 from .markdown import table
 from .records import runs
@@ -23,14 +26,37 @@ def loss_table() -> str:
     )
 
 
-def learning_rates_table() -> str:
-    losses = {(r.run.structure, r.run.width, r.run.lr): r.results["test_loss"] for r in runs("gpt2-rates")}
-    rates = sorted({lr for *_, lr in losses})
+def learning_rates_table(records: Sequence[Record]) -> str:
+    """Validation losses by learning rate: one row for each model, the lowest loss of a row in bold."""
+    losses: dict[tuple[str, int], dict[float, float]] = {}
+    for r in sorted(records, key=lambda r: (r.run.structure, r.run.width)):
+        losses.setdefault((r.run.structure or "dense", r.run.width), {})[r.run.lr] = r.results["test_loss"]
+    rates = sorted({lr for by_rate in losses.values() for lr in by_rate})
     cells = [
-        (structure or "dense", f"{width}", *(f"{losses[structure, width, lr]:.3f}" for lr in rates))
-        for structure, width in sorted({(s, w) for s, w, _ in losses})
+        (structure, f"{width}", *(_loss(by_rate[lr], min(by_rate.values())) for lr in rates))
+        for (structure, width), by_rate in losses.items()
     ]
     return table("structure | width | " + " | ".join(f"lr {lr:g}" for lr in rates), cells)
+
+
+def _loss(loss: float, lowest: float) -> str:
+    return f"**{loss:.3f}**" if loss == lowest else f"{loss:.3f}"
+
+
+def muon_table() -> str:
+    """Losses and largest activations at three learning rates, by AdamW and by Muon."""
+    models: dict[tuple[str, str, bool], list[Record]] = {}
+    for r in sorted(runs("gpt2-muon-small", "cpu"), key=lambda r: r.run.lr):
+        models.setdefault((r.run.structure, r.run.optimizer, r.run.normalize), []).append(r)
+    cells = []
+    for (structure, optimizer, normalize), by_rate in sorted(models.items()):
+        lowest = min(r.results["test_loss"] for r in by_rate)
+        losses = (_loss(r.results["test_loss"], lowest) for r in by_rate)
+        sizes = (f"{max(size for _, size in largest_activations(r)):.1f}" for r in by_rate)
+        model = f"{structure or 'dense'}, width {by_rate[0].run.width}" + (", normalized" if normalize else "")
+        cells.append((model, optimizer, *losses, " / ".join(sizes)))
+    heads = ("lowest rate", "middle rate", "highest rate", "largest RMS of a block's output, by rate")
+    return table(" | ".join(("model", "optimizer", *heads)), cells)
 
 
 def throughput_table() -> str:
@@ -60,12 +86,15 @@ def stability_table() -> str:
 
 TABLES = {
     "language": loss_table,
-    "language_rates": learning_rates_table,
+    "language_rates": lambda: learning_rates_table(runs("gpt2-rates")),
+    "rate_transfer": lambda: learning_rates_table(runs("gpt2-rate-transfer-small", "cpu")),
+    "muon": muon_table,
     "throughput": throughput_table,
     "stability": stability_table,
 }
 
 FIGURES = {
     "language.png": lambda: figures.language(runs("gpt2-wiki")),
+    "rate_transfer.png": lambda: figures.landscape(runs("gpt2-rate-transfer-small", "cpu"), "test_loss"),
     "stability.png": lambda: figures.stability(runs("gpt2-stability")),
 }

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from buttress.lab.runs.records import Record, read_records
+from buttress.lab.runs.records import Record
 
 from .markdown import table
-from .records import RESULTS
+from .records import runs
 
 Seeds = list[Record]
 
 
 def by_schedule_and_width() -> dict[tuple[str, int], dict[str, Seeds]]:
     """Return the records of digits-growing by schedule, width and structure, each with its seeds in order."""
-    records = read_records(RESULTS / "cpu" / "lab" / "digits-growing.jsonl")
+    records = runs("digits-growing", "cpu")
     groups: dict[tuple[str, int], dict[str, Seeds]] = {}
     for r in sorted(
         records, key=lambda r: (r.run.schedule, r.run.width, r.results.get("mean_macs", r.macs), r.run.seed)

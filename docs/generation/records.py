@@ -17,6 +17,6 @@ def rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def runs(name: str) -> list[Record]:
-    """Return the run records of one recipe, as trained on the H200."""
-    return read_records(RESULTS / "h200" / "lab" / f"{name}.jsonl")
+def runs(name: str, machine: str = "h200") -> list[Record]:
+    """Return the run records of one recipe, as trained on the H200 or on another machine."""
+    return read_records(RESULTS / machine / "lab" / f"{name}.jsonl")

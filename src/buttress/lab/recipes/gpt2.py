@@ -109,10 +109,10 @@ def gpt2_rate_transfer() -> Iterator[Run]:
 def gpt2_rate_transfer_small() -> Iterator[Run]:
     """Validation loss against learning rate as in gpt2-rate-transfer, for models that a CPU can train.
 
-    24 runs of 400 steps of 2,048 tokens; one to six minutes per run on one CPU core. The models have 4 layers and
+    30 runs of 400 steps of 2,048 tokens; one to six minutes per run on one CPU core. The models have 4 layers and
     widths from 64 to 256, and read a token folder called wiki-small, from `buttress tokens --tokenizer train:2048`.
     """
-    for lr in (2e-3, 6e-3, 2e-2, 6e-2):
+    for lr in (6e-4, 2e-3, 6e-3, 2e-2, 6e-2):
         short = replace(SMALL, lr=lr, steps=400, warmup=40, evaluate=0)
         for width in (64, 128, 256):
             yield replace(short, width=width, heads=width // 32)
@@ -137,11 +137,11 @@ def gpt2_muon() -> Iterator[Run]:
 def gpt2_muon_small() -> Iterator[Run]:
     """Validation loss of small GPT-2s trained by AdamW and by Muon as in gpt2-muon, for a CPU.
 
-    15 runs of 1,000 steps of 2,048 tokens; three to six minutes per run on one CPU core. Dense models of width 128 and
-    BTT of rank 4 and width 192 have about equal MACs. The text is that of gpt2-rate-transfer-small.
+    15 runs of 400 steps of 2,048 tokens; two to six minutes per run on one CPU core. Dense models of width 128 and BTT
+    of rank 4 and width 192 have about equal MACs. The text is that of gpt2-rate-transfer-small.
     """
     for lr in (2e-3, 6e-3, 2e-2):
-        adam = replace(SMALL, lr=lr, steps=1000, warmup=100, evaluate=0, trace=100)
+        adam = replace(SMALL, lr=lr, steps=400, warmup=40, evaluate=0, trace=40)
         yield from _adam_and_muon(replace(adam, width=128, heads=4), _btt(adam, 192))
 
 
