@@ -31,7 +31,7 @@ test-slow: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m fuzz $(AREA) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE))
 
-# About a quarter of an hour; `make mutants AREA=core`. What has an outcome in results/mutants.csv is not repeated.
+# About 40 minutes on two cores; `make mutants AREA=core`. What has an outcome in results/mutants.csv is not repeated.
 mutants: $(READY)
 	$(BIN)/python -m mutants $(AREA)
 

@@ -82,6 +82,23 @@ class TestBudget:
         if keep == 1:
             assert sum(c.loss for c in chosen) == 0
 
+    @pytest.mark.parametrize(
+        ("layers", "costs"),
+        [
+            # The second option of both layers saves most per cost; the third of one takes the same and saves less.
+            ({"a": [(1, 0.10), (2, 0.04), (3, 0.03)], "b": [(1, 0.10), (2, 0.08), (3, 0.075)]}, [2, 2]),
+            # Options above the hulls: the rest of the budget is enough for one of them.
+            ({"a": [(1, 0.10), (3, 0.09)], "b": [(1, 0.10), (3, 0.09)]}, [3, 1]),
+        ],
+        ids=["the hull", "the rest"],
+    )
+    def test_two_layers_share_a_budget(self, layers: dict[str, list[tuple[int, float]]], costs: list[int]) -> None:
+        found = {
+            name: [Choice(name, "dense", 10, 10, 0.0), *(Choice(name, f"low_rank(rank={c})", 10, c, e) for c, e in o)]
+            for name, o in layers.items()
+        }
+        assert [c.cost_after for c in allocate(found, 0.2).values()] == costs
+
     def test_a_plan_for_a_model(self) -> None:
         model = net()
         found = bt.budget(bt.curves(model), 0.5)
