@@ -27,7 +27,7 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(chain.d_out)
         return real(chain, *arguments, **options)
 
-    monkeypatch.setattr(module, "_may_pay", lambda _: True)
+    monkeypatch.setattr(module, "may_pay", lambda _: True)
     monkeypatch.setattr(module, "pays", lambda _stack, _x: True)
     monkeypatch.setattr(ops, "apply", apply)
     return sizes
@@ -192,9 +192,9 @@ def test_what_keeps_layers_apart(applied: list[int], change: Callable[[nn.Module
 @pytest.mark.parametrize("other", [{"dtype": torch.float32}, {"device": "meta"}], ids=str)
 def test_layers_of_another_dtype_or_device_are_not_alike(other: dict[str, object]) -> None:
     own = layers(2)
-    assert module._are_alike(own)
+    assert module.are_alike(own)
     own[1].to(**other)
-    assert not module._are_alike(own)
+    assert not module.are_alike(own)
 
 
 def test_global_hooks_see_each_layer(applied: list[int]) -> None:
@@ -218,9 +218,9 @@ def test_a_cpu_and_passes_without_gradients_call_each_layer(monkeypatch: pytest.
         bt.side_by_side(own, x)
     assert not called
     on_gpu = SimpleNamespace(is_cuda=True)
-    assert module._may_pay(on_gpu)
+    assert module.may_pay(on_gpu)
     with torch.no_grad():
-        assert not module._may_pay(on_gpu)
+        assert not module.may_pay(on_gpu)
 
 
 def test_the_kernels_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_outputs_can_be_changed_in_place(
 def test_an_input_of_another_size_is_refused_by_a_layer(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(module, "_may_pay", lambda _: True)
+    monkeypatch.setattr(module, "may_pay", lambda _: True)
     monkeypatch.setattr(ops, "fastest", lambda _chain, _x: "triton")
     with pytest.raises(bt.ShapeError, match="this layer takes 48 features in the last dimension"):
         bt.side_by_side(layers(), torch.randn(shape, dtype=torch.float64))
@@ -291,7 +291,7 @@ def test_attention(applied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     y = block(x)
     assert applied[0] == 192
     grads = torch.autograd.grad(y.square().sum(), list(block.parameters()))
-    monkeypatch.setattr(module, "_may_pay", lambda _: False)
+    monkeypatch.setattr(module, "may_pay", lambda _: False)
     expected = block(x)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(
@@ -301,7 +301,7 @@ def test_attention(applied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("structure", [bt.BTT(rank=2), bt.Monarch(4), bt.LowRank(rank=4)], ids=str)
 def test_compiled_without_an_eager_call_before(monkeypatch: pytest.MonkeyPatch, structure: bt.Structure) -> None:
-    monkeypatch.setattr(module, "_may_pay", lambda _: True)
+    monkeypatch.setattr(module, "may_pay", lambda _: True)
     monkeypatch.setattr(module, "pays", lambda _stack, _x: True)
     monkeypatch.setattr(module, "_stacks", [])
     monkeypatch.setattr(module, "_numbers", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,12 +17,12 @@ import torch
 import buttress as bt
 from buttress import ops
 from buttress.ops import measuring, speeds
-from buttress.ops.fused import availability, selection
+from buttress.ops.fused import availability
 from buttress.ops.layouts import layouts_of
 from buttress.ops.on_chip.options import ApplyOptions, GradientOptions, OnChip, apply_candidates, gradient_candidates
 from buttress.ops.on_chip.sizes import PairSizes, on_chip_sizes
 from buttress.ops.speeds import Row, Times
-from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES
+from buttress.ops.tuning import BACKWARD_CANDIDATES, FORWARD_CANDIDATES, Tuning
 from emulated_gpu import emulate
 from speed_rows import GPU, row
 
@@ -253,7 +254,14 @@ def on_chip_only(monkeypatch: pytest.MonkeyPatch) -> OnChip:
 def tuned_with(monkeypatch: pytest.MonkeyPatch, step: Milliseconds, frozen: Milliseconds) -> OnChip | None:
     """The choice of `tune` where a training step and one with frozen factors take these times."""
     learns: list[bool] = []
+    current: list[Tuning] = []
     real = ops.apply
+
+    @contextmanager
+    def tuned(tuning: Tuning) -> Iterator[None]:
+        current.append(tuning)
+        yield
+        current.pop()
 
     def apply(chain: bt.Chain, x: torch.Tensor, factors: Any, **_: Any) -> torch.Tensor:
         learns.append(factors[0].requires_grad)
@@ -262,8 +270,9 @@ def tuned_with(monkeypatch: pytest.MonkeyPatch, step: Milliseconds, frozen: Mill
     def sample(function: Any, device: torch.device, seconds: float) -> measuring.Sample:
         function()
         times = step if learns[-1] else frozen
-        return measuring.Sample(times(selection._forced_tunings[-1].on_chip), 0.0)
+        return measuring.Sample(times(current[-1].on_chip), 0.0)
 
+    monkeypatch.setattr(measuring, "tuned", tuned)
     monkeypatch.setattr(measuring.ops, "apply", apply)
     monkeypatch.setattr(measuring, "graph_sample_ms", sample)
     chain = bt.BTT(rank=2).chain(32, 48)

@@ -66,10 +66,10 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
     Returns:
         The outputs, or None where the layers cannot or should not be computed as one.
     """
-    if len(layers) < 2 or not isinstance(x, Tensor) or not _may_pay(x):
+    if len(layers) < 2 or not isinstance(x, Tensor) or not may_pay(x):
         return None
     own = [layer for layer in layers if isinstance(layer, StructuredLinear) and _is_unobserved(layer)]
-    if len(own) < len(layers) or not _are_alike(own):
+    if len(own) < len(layers) or not are_alike(own):
         return None
     stack = _stacks[_number(*own)]
     if stack is None or x.dim() == 0 or x.shape[-1] != stack.chain.d_in or not pays(stack, x):
@@ -82,8 +82,15 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
     return ops.apply(stack.chain, x, factors, bias, recompute=recompute, activation=activation)
 
 
-def _may_pay(x: Tensor) -> bool:
-    """Whether copies of factors may be worth it: on a CPU they were not, and without gradients tokens may be few."""
+def may_pay(x: Tensor) -> bool:
+    """Whether copies of factors may be worth it: on a CPU they were not, and without gradients tokens may be few.
+
+    Args:
+        x: The input.
+
+    Returns:
+        True on a GPU while gradients are enabled.
+    """
     return x.is_cuda and torch.is_grad_enabled()
 
 
@@ -126,8 +133,16 @@ def _is_unobserved(layer: StructuredLinear) -> bool:
     )
 
 
-def _are_alike(layers: Sequence[StructuredLinear]) -> bool:
-    """Whether the layers' options and the kinds of their parameters agree."""
+def are_alike(layers: Sequence[StructuredLinear]) -> bool:
+    """Whether the layers' options and the kinds of their parameters agree.
+
+    Args:
+        layers: The layers, at least one.
+
+    Returns:
+        True if one chain can have their factors: the same dtypes, devices, options and needs of gradients, and no
+        tensors of another class, such as DTensors.
+    """
     first = _kind(layers[0])
     return all(_kind(layer) == first for layer in layers[1:]) and not any(
         is_traceable_wrapper_subclass(w) for layer in layers for w in layer.stored_factors()
