@@ -6,6 +6,7 @@ import torch
 import buttress as bt
 from buttress import ops
 from buttress.projection import joint_step, refinement
+from buttress.projection.least_squares import Inputs, LeastSquares
 from projection_cases import correlated, matrix
 
 
@@ -23,13 +24,12 @@ def factors_near(chain: bt.Chain, distance: float) -> tuple[list[torch.Tensor], 
 def test_one_step_near_the_solution_does_much(structure: bt.Structure) -> None:
     chain = structure.chain(24, 28)
     exact, start = factors_near(chain, 1e-3)
-    inputs = correlated(24, count=40)
-    target = ops.apply(chain, inputs, exact)
+    problem = LeastSquares(ops.dense(chain, exact), Inputs(correlated(24, count=40)))
 
     def distance(factors: list[torch.Tensor]) -> float:
-        return (ops.apply(chain, inputs, factors) - target).norm().item()
+        return (ops.apply(chain, problem.inputs.rows, factors) - problem.outputs).norm().item()
 
-    assert distance(refinement.stepped_together(chain, start, target, inputs)) < 0.1 * distance(start)
+    assert distance(refinement.stepped_together(chain, start, problem)) < 0.1 * distance(start)
 
 
 def test_a_step_solves_the_damped_equations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_no_step_is_taken_where_none_helps() -> None:
     chain = bt.BLAST(blocks=3, rank=3).chain(24, 28)
     exact, _ = factors_near(chain, 0.0)
     inputs = torch.eye(24, dtype=torch.float64)
-    same = refinement.stepped_together(chain, exact, ops.apply(chain, inputs, exact), inputs)
+    same = refinement.stepped_together(chain, exact, LeastSquares(ops.dense(chain, exact), Inputs(inputs)))
     torch.testing.assert_close(ops.apply(chain, inputs, same), ops.apply(chain, inputs, exact), rtol=1e-12, atol=1e-12)
 
 

@@ -11,6 +11,7 @@ import buttress as bt
 from buttress import ops
 from buttress.projection import refinement
 from buttress.projection.closed_form import Target, draft, finished, refined
+from buttress.projection.least_squares import Inputs, LeastSquares
 from projection_cases import STRUCTURES, capped, correlated, matrix, outputs_off
 
 sizes = st.integers(1, 30)
@@ -85,7 +86,7 @@ def test_each_factor_of_a_sweep_is_at_its_best(monkeypatch: pytest.MonkeyPatch) 
             torch.randn(f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) for f in chain.factors
         ]
         for at, factor in enumerate(factors):
-            solution = refinement.best_factor(chain, factors, at, x @ w.T, x)
+            solution = refinement.best_factor(chain, factors, at, LeastSquares(w, Inputs(x)))
             columns = []
             for n in range(factor.numel()):
                 unit = torch.zeros(factor.numel(), dtype=torch.float64)

@@ -37,6 +37,7 @@ from buttress.errors import ChainError, ShapeError
 from buttress.ops.framing import by_part
 from buttress.ops.norms import balanced
 from buttress.projection.contraction import matrix
+from buttress.projection.least_squares import Inputs, LeastSquares
 from buttress.projection.refinement import moment_root, refine
 from buttress.projection.splitting import Cut, permuted, splits, truncated_svd
 from buttress.projection.sums import alternate, one_by_one
@@ -90,6 +91,15 @@ class Target:
     def outputs(self) -> Tensor:
         """The weight times `root`, or the weight itself without moments: what errors are relative to."""
         return self.weight if self.root is None else self.weight @ self.root
+
+    @cached_property
+    def problem(self) -> LeastSquares:
+        """What refinement minimizes; the rows of the inputs are those of C^T, or of the identity without moments."""
+        if self.root is None:
+            rows = torch.eye(self.weight.shape[1], dtype=self.weight.dtype, device=self.weight.device)
+        else:
+            rows = self.root.mT.contiguous()
+        return LeastSquares(self.weight, Inputs(rows))
 
     @classmethod
     def of(cls, weight: Tensor, moments: Tensor | None = None, damping: float = DAMPING) -> Target:
@@ -247,21 +257,16 @@ def refined(start: Draft, target: Target, sweeps: int) -> Draft:
         return start
     if start.converged or target.weight.shape[0] > MAX_REFINED_OUTPUTS:
         return replace(start, sweeps=sweeps)
-    exact = target.weight
-    if target.root is None:
-        inputs = torch.eye(exact.shape[1], dtype=exact.dtype, device=exact.device)
-        outputs = exact.mT.contiguous()
-    else:
-        inputs = target.root.mT.contiguous()
-        outputs = inputs @ exact.mT
     if isinstance(start.chain, ChainSum):
 
         def solve(part: Chain, left: Tensor) -> list[Tensor]:
             return closed_form(part, replace(target, weight=left))
 
-        result = alternate(start.chain, start.tensors, exact, inputs, sweeps - start.sweeps, solve)
+        result = alternate(
+            start.chain, start.tensors, target.weight, target.problem.inputs, sweeps - start.sweeps, solve
+        )
     else:
-        result = refine(start.chain, start.tensors, outputs, inputs, sweeps - start.sweeps)
+        result = refine(start.chain, start.tensors, target.problem, sweeps - start.sweeps)
     return Draft(start.chain, result.factors, sweeps, result.converged)
 
 

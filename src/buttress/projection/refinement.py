@@ -25,6 +25,7 @@ from buttress.errors import ShapeError
 from buttress.ops.norms import balanced
 from buttress.projection.contraction import is_contractible, matrix
 from buttress.projection.joint_step import DAMPING, Precondition, joint_step
+from buttress.projection.least_squares import LeastSquares
 
 MAX_STEPS = 6
 """Maximum number of conjugate gradient steps per factor."""
@@ -76,33 +77,32 @@ def moment_root(moments: Tensor, damping: float) -> Tensor:
 
 
 @torch.no_grad()
-def refine(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor, sweeps: int) -> Refinement:
-    """Reduce the distance of a chain's outputs from `target` by sweeps over its factors.
+def refine(chain: Chain, factors: Sequence[Tensor], problem: LeastSquares, sweeps: int) -> Refinement:
+    """Reduce the distance of a chain's outputs from those of a dense matrix by sweeps over its factors.
 
     Each sweep depends only on the factors it starts from: two sweeps and then two more give the same bits as four.
 
     Args:
         chain: The chain of the factors.
         factors: The initial factors, which are not modified.
-        target: The outputs to approximate.
-        inputs: The inputs, one per row.
+        problem: The matrix and the inputs.
         sweeps: Maximum number of sweeps; they stop at convergence.
 
     Shape:
-        target: (rows, d_out); inputs: (rows, d_in); factors: (blocks, d_out, d_in) each.
+        factors: (blocks, d_out, d_in) each.
 
     Returns:
         The best factors, whose distance is at most that of the initial ones, and whether they have converged.
     """
     best = [f.clone() for f in factors]
-    least = _distance(chain, best, target, inputs)
+    least = _distance(chain, best, problem)
     current = [f.clone() for f in factors]
     for _ in range(sweeps):
         for i in reversed(range(len(current))):
-            current[i] = best_factor(chain, current, i, target, inputs)
+            current[i] = best_factor(chain, current, i, problem)
         if chain.coupled_bonds:
-            current = stepped_together(chain, current, target, inputs)
-        distance = _distance(chain, current, target, inputs)
+            current = stepped_together(chain, current, problem)
+        distance = _distance(chain, current, problem)
         if not distance < least:
             return Refinement(best, converged=True)
         best, gain, least = [f.clone() for f in current], 1 - distance / least, distance
@@ -111,34 +111,35 @@ def refine(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tens
     return Refinement(best, converged=False)
 
 
-def _distance(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor) -> float:
+def _distance(chain: Chain, factors: Sequence[Tensor], problem: LeastSquares) -> float:
+    rows = problem.inputs.rows
     if is_contractible(chain):
-        outputs = inputs @ matrix(chain, factors).mT
+        outputs = rows @ matrix(chain, factors).mT
     else:
-        outputs = ops.apply(chain, inputs, factors, impl="bmm")
-    return float(torch.linalg.vector_norm(outputs.double() - target.double()))
+        outputs = ops.apply(chain, rows, factors, impl="bmm")
+    return float(torch.linalg.vector_norm(outputs.double() - problem.outputs.double()))
 
 
-def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor, inputs: Tensor) -> Tensor:
+def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, problem: LeastSquares) -> Tensor:
     """Optimize one factor with the others fixed, by preconditioned conjugate gradients.
 
     Args:
         chain: The chain of the factors.
         factors: The factors in order of application, which are not modified.
         i: Index of the factor to optimize.
-        target: The outputs to approximate.
-        inputs: The inputs, one per row.
+        problem: The matrix and the inputs.
 
     Shape:
-        target: (rows, d_out); inputs: (rows, d_in); factors: (blocks, d_out, d_in) each.
+        factors: (blocks, d_out, d_in) each.
 
     Returns:
         The new value of factor i, after at most `MAX_STEPS` steps.
     """
-    precondition, _ = _preconditioner(chain, factors, i, inputs, RIDGE)
-    equations = (_ByMatrix if _is_cheaper_by_matrix(chain, inputs) else _ByRow)(chain, factors, i, inputs)
+    rows = problem.inputs.rows
+    precondition, _ = _preconditioner(chain, factors, i, rows, RIDGE)
+    equations = (_ByMatrix if _is_cheaper_by_matrix(chain, rows) else _ByRow)(chain, factors, i, problem)
     value = factors[i].detach().clone()
-    gradient = equations.first_gradient(target)
+    gradient = equations.first_gradient()
     direction = preconditioned = precondition(gradient)
     norm = initial_norm = (gradient * preconditioned).sum()
     for _ in range(MAX_STEPS):
@@ -157,8 +158,8 @@ def best_factor(chain: Chain, factors: Sequence[Tensor], i: int, target: Tensor,
 class _ByRow:
     """Normal equations of one factor, from the outputs for every row of the inputs."""
 
-    def __init__(self, chain: Chain, factors: Sequence[Tensor], i: int, inputs: Tensor) -> None:
-        self.chain, self.factors, self.i, self.inputs = chain, factors, i, inputs
+    def __init__(self, chain: Chain, factors: Sequence[Tensor], i: int, problem: LeastSquares) -> None:
+        self.chain, self.factors, self.i, self.problem = chain, factors, i, problem
         # The outputs are linear in the factor, so the transpose does not depend on its value.
         with torch.enable_grad():
             self.factor = factors[i].detach().clone().requires_grad_()
@@ -169,11 +170,11 @@ class _ByRow:
         return self._outputs([*self.factors[: self.i], factor, *self.factors[self.i + 1 :]])
 
     def _outputs(self, factors: Sequence[Tensor]) -> Tensor:
-        return ops.apply(self.chain, self.inputs, factors, impl="bmm")
+        return ops.apply(self.chain, self.problem.inputs.rows, factors, impl="bmm")
 
-    def first_gradient(self, target: Tensor) -> Tensor:
-        """Minus half the gradient of the squared distance from the target."""
-        return self.transposed(target - self.outputs.detach())
+    def first_gradient(self) -> Tensor:
+        """Minus half the gradient of the squared distance from the outputs to approximate."""
+        return self.transposed(self.problem.outputs - self.outputs.detach())
 
     def product(self, direction: Tensor) -> tuple[Tensor, Tensor]:
         """The equations' matrix times a direction, and the square of the change of the outputs along it."""
@@ -188,20 +189,15 @@ class _ByRow:
 class _ByMatrix(_ByRow):
     """The same from the dense matrix and the inputs' second moments: two dense products instead of many small ones."""
 
-    def __init__(self, chain: Chain, factors: Sequence[Tensor], i: int, inputs: Tensor) -> None:
-        super().__init__(chain, factors, i, inputs)
-        self.moments = inputs.mT @ inputs
-
     def _outputs(self, factors: Sequence[Tensor]) -> Tensor:
         return matrix(self.chain, factors)
 
-    def first_gradient(self, target: Tensor) -> Tensor:
-        residual = target - self.inputs @ self.outputs.detach().mT
-        return self.transposed(residual.mT @ self.inputs)
+    def first_gradient(self) -> Tensor:
+        return self.transposed((self.problem.weight - self.outputs.detach()) @ self.problem.inputs.moments)
 
     def product(self, direction: Tensor) -> tuple[Tensor, Tensor]:
         change = self.apply(direction)
-        weighted = change @ self.moments
+        weighted = change @ self.problem.inputs.moments
         return self.transposed(weighted), (change * weighted).sum()
 
 
@@ -213,12 +209,13 @@ def _is_cheaper_by_matrix(chain: Chain, inputs: Tensor) -> bool:
     return is_contractible(chain) and chain.d_out * chain.d_in**2 < DENSE_SPEEDUP * len(inputs) * 2 * chain.macs
 
 
-def stepped_together(chain: Chain, factors: Sequence[Tensor], target: Tensor, inputs: Tensor) -> list[Tensor]:
+def stepped_together(chain: Chain, factors: Sequence[Tensor], problem: LeastSquares) -> list[Tensor]:
     """A joint step from factors of equal size, so that one damping suits all of them."""
     start = balanced(list(factors), [init_std(f) for f in chain.factors])
     # The damping of the step is the product of both ridges.
-    parts = [_preconditioner(chain, start, i, inputs, DAMPING**0.5) for i in range(len(start))]
-    return joint_step(chain, start, target, inputs, [p for p, _ in parts], [scale for _, scale in parts])
+    rows = problem.inputs.rows
+    parts = [_preconditioner(chain, start, i, rows, DAMPING**0.5) for i in range(len(start))]
+    return joint_step(chain, start, problem.outputs, rows, [p for p, _ in parts], [scale for _, scale in parts])
 
 
 def _preconditioner(

@@ -18,6 +18,7 @@ from buttress.core.chain import Chain
 from buttress.core.chain_sum import ChainSum
 from buttress.core.scaling import init_std
 from buttress.ops.framing import by_part
+from buttress.projection.least_squares import Inputs, LeastSquares
 from buttress.projection.refinement import TOLERANCE, Refinement, refine
 
 ClosedForm = Callable[[Chain, Tensor], list[Tensor]]
@@ -53,7 +54,7 @@ def _zero_start(part: Chain, like: Tensor) -> list[Tensor]:
 
 
 def alternate(
-    chain: ChainSum, factors: Sequence[Tensor], weight: Tensor, inputs: Tensor, rounds: int, closed_form: ClosedForm
+    chain: ChainSum, factors: Sequence[Tensor], weight: Tensor, inputs: Inputs, rounds: int, closed_form: ClosedForm
 ) -> Refinement:
     """Reduce the distance between the outputs of a sum and those of a matrix, by rounds over its parts.
 
@@ -63,7 +64,7 @@ def alternate(
         chain: The sum.
         factors: The initial factors of all parts, which are not modified.
         weight: The matrix, of shape (d_out, d_in).
-        inputs: The inputs for which outputs are compared, of shape (rows, d_in).
+        inputs: The inputs for which outputs are compared.
         rounds: Maximum number of rounds; they stop at convergence.
         closed_form: Projects one part.
 
@@ -74,7 +75,7 @@ def alternate(
     matrices = [ops.dense(part, own) for part, own in parts]
 
     def distance(remainder: Tensor, matrix: Tensor) -> float:
-        return float(torch.linalg.norm((inputs @ (remainder - matrix).mT).double()))
+        return float(torch.linalg.norm((inputs.rows @ (remainder - matrix).mT).double()))
 
     best, least = list(factors), distance(weight, _total(matrices))
     exact = torch.finfo(weight.dtype).eps * distance(weight, torch.zeros_like(weight))
@@ -85,7 +86,7 @@ def alternate(
             remainder = weight - _total([m for j, m in enumerate(matrices) if j != i])
             improved = closed_form(part, remainder)
             if not distance(remainder, ops.dense(part, improved)) < distance(remainder, matrices[i]):
-                improved = refine(part, own, inputs @ remainder.mT, inputs, sweeps=1).factors
+                improved = refine(part, own, LeastSquares(remainder, inputs), sweeps=1).factors
             parts[i], matrices[i] = (part, improved), ops.dense(part, improved)
         now = distance(weight, _total(matrices))
         if not now < least:
