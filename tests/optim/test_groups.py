@@ -82,6 +82,31 @@ def test_muon_leaves_vectors_and_embeddings_to_adam():
     assert set(rule_by_name.values()) == {"muon", "adam"}
 
 
+def test_what_muon_leaves_to_adam_has_a_scale_of_its_own():
+    """Also structured embeddings, whose factors have multipliers by themselves."""
+    model = nn.Sequential(nn.Embedding(96, 64), Net(64, bt.BTT(rank=2)))
+    bt.replace_(model, {"0": bt.BTT(rank=2)})
+    plain, scaled = (
+        {id(p): (group["rule"], group["lr"], group["lr_multiplier"]) for group in groups for p in group["params"]}
+        for groups in (bt.param_groups(model, LR, rule="muon", adam_scale=scale) for scale in (1.0, 0.1))
+    )
+    assert {rule for rule, *_ in plain.values()} == {"muon", "adam"}
+    for key, (rule, lr, multiplier) in plain.items():
+        scale = 0.1 if rule == "adam" else 1.0
+        assert scaled[key] == (rule, pytest.approx(scale * lr), pytest.approx(scale * multiplier))
+    rows = {row.name: row for row in bt.explain(model, LR, rule="muon", adam_scale=0.1).rows}
+    assert "trained by Adam: adam_scale 0.1" in rows["0.factors.R"].why
+    assert "adam_scale" not in rows["1.up.factors.R"].why
+
+
+def test_a_scale_for_adam_needs_muon():
+    model = Net(64, bt.BTT(rank=2))
+    with pytest.raises(bt.RuleError, match=r"adam_scale is for what the rule 'muon' leaves to Adam, .*, or use scale"):
+        bt.param_groups(model, LR, adam_scale=0.1)
+    with pytest.raises(bt.RuleError, match="adam_scale must be a number >= 0, got -1"):
+        bt.param_groups(model, LR, rule="muon", adam_scale=-1)
+
+
 OPTIMIZERS = {
     "Adam": torch.optim.Adam,
     "AdamW foreach": lambda groups: torch.optim.AdamW(groups, foreach=True),

@@ -64,6 +64,7 @@ def explain(
     weight_decay: float = 0.0,
     rule: str = "adam",
     scale: Mapping[str, float] | None = None,
+    adam_scale: float = 1.0,
     structure_aware: bool = True,
 ) -> Explanation:
     """The rates that `param_groups` gives, parameter by parameter, with the reasons for each.
@@ -75,6 +76,7 @@ def explain(
         weight_decay: Weight decay of matrices and tables.
         rule: "adam" (also AdamW), "sgd", "sign" (Lion) or "muon".
         scale: Globs over parameter names, each with an extra multiplier; the first match wins.
+        adam_scale: With the rule "muon", an extra multiplier for everything that is trained by Adam next to it.
         structure_aware: Whether each factor gets the rate that suits its sizes.
 
     Returns:
@@ -87,7 +89,13 @@ def explain(
         >>> print(explain(model, lr=3e-3, base=narrow))
     """
     options = RateOptions(
-        lr=lr, base=base, weight_decay=weight_decay, rule=rule, scale=scale, structure_aware=structure_aware
+        lr=lr,
+        base=base,
+        weight_decay=weight_decay,
+        rule=rule,
+        scale=scale,
+        adam_scale=adam_scale,
+        structure_aware=structure_aware,
     )
     return Explanation(
         tuple(

@@ -21,6 +21,7 @@ def param_groups(
     weight_decay: float = 0.0,
     rule: str = "adam",
     scale: Mapping[str, float] | None = None,
+    adam_scale: float = 1.0,
     structure_aware: bool = True,
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer with the right learning rate for every parameter.
@@ -38,6 +39,8 @@ def param_groups(
         rule: "adam" (also AdamW), "sgd", "sign" (Lion) or "muon", for `buttress.optim.Muon`. torch.optim.Muon refuses
             factors, which are three-dimensional.
         scale: Globs over parameter names, each with an extra multiplier; the first match wins.
+        adam_scale: With the rule "muon", an extra multiplier for everything that is trained by Adam next to it, which
+            usually needs smaller rates, such as 0.1.
         structure_aware: Whether each factor gets the rate that suits its sizes. If False, it gets the dense layer's
             rate, which is the naive rule, for comparison.
 
@@ -49,9 +52,10 @@ def param_groups(
         structure_aware=False each has that key, too, for `grow_`.
 
     Raises:
-        RuleError: If `lr` is negative, the rule is unknown, `base` lacks a layer or size, a glob of `scale` matches
-            nothing, FSDP1 has flattened the parameters, or a parameter that is in no layer looks like a matrix next to
-            `base`, so that its rate cannot be derived.
+        RuleError: If `lr` or `adam_scale` is negative, `adam_scale` is given for another rule than "muon", the rule is
+            unknown, `base` lacks a layer or size, a glob of `scale` matches nothing, FSDP1 has flattened the
+            parameters, or a parameter that is in no layer looks like a matrix next to `base`, so that its rate cannot
+            be derived.
 
     Example:
         >>> optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, weight_decay=0.1))
@@ -60,7 +64,13 @@ def param_groups(
         >>> optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, base=narrow))
     """
     options = RateOptions(
-        lr=lr, base=base, weight_decay=weight_decay, rule=rule, scale=scale, structure_aware=structure_aware
+        lr=lr,
+        base=base,
+        weight_decay=weight_decay,
+        rule=rule,
+        scale=scale,
+        adam_scale=adam_scale,
+        structure_aware=structure_aware,
     )
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     rates = list(parameter_rates(model, options))

@@ -25,6 +25,7 @@ class RateOptions:
     weight_decay: float
     rule: str
     scale: Mapping[str, float] | None
+    adam_scale: float
     structure_aware: bool
 
 
@@ -97,6 +98,13 @@ def _check(model: nn.Module, options: RateOptions) -> None:
     if not options.lr >= 0:
         raise RuleError(f"lr must be a number >= 0, got {options.lr!r}")
     check_rule(options.rule)
+    if not options.adam_scale >= 0:
+        raise RuleError(f"adam_scale must be a number >= 0, got {options.adam_scale!r}")
+    if options.adam_scale != 1 and options.rule != "muon":
+        raise RuleError(
+            f"adam_scale is for what the rule 'muon' leaves to Adam, but the rule is {options.rule!r}: set "
+            'rule="muon", or use scale'
+        )
 
 
 def _check_not_flat(every_parameter: Iterable[nn.Parameter]) -> None:
@@ -126,6 +134,9 @@ def _rate(
             why.append(f"kappa = {ratio:.4g}: {reason}, 1 of {trained_factors(facts.chain)}")
         else:
             why.append("naive: the dense layer's rate")
+    if rule != options.rule and options.adam_scale != 1:
+        multiplier *= options.adam_scale
+        why.append(f"trained by Adam: adam_scale {options.adam_scale:.4g}")
     return ParameterRate(
         name=name,
         parameter=parameter,

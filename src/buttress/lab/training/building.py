@@ -121,14 +121,16 @@ def build_param_groups(run: Run, model: nn.Module, task: Task) -> list[dict[str,
     scales = {"input.*": run.input_scale, "blocks.*.down.*": run.down_scale}
     scale = {glob: factor for glob, factor in scales.items() if factor != 1}
     rule = run.optimizer if run.optimizer in ("sgd", "muon") else "adam"
-    groups = param_groups(
-        model, run.lr, base=base, weight_decay=run.weight_decay, rule=rule, scale=scale, structure_aware=run.aware
+    return param_groups(
+        model,
+        run.lr,
+        base=base,
+        weight_decay=run.weight_decay,
+        rule=rule,
+        scale=scale,
+        adam_scale=run.adam_scale,
+        structure_aware=run.aware,
     )
-    for group in groups:
-        if rule == "muon" and group["rule"] == "adam":
-            group["lr"] *= run.adam_scale
-            group["lr_multiplier"] *= run.adam_scale
-    return groups
 
 
 def build_optimizer(run: Run, model: nn.Module, task: Task, device: torch.device) -> torch.optim.Optimizer:
