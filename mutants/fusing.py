@@ -1,4 +1,4 @@
-"""Mistakes in finding activations, and in letting a layer apply one."""
+"""Mistakes in finding activations and letting a layer apply one, and in computing layers on one input as one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ REFUSALS = ("tests/surgery/test_fusing_refusals.py",)
 FUSING = ("tests/surgery/test_fusing.py",)
 MODELS = ("tests/surgery/test_fusing_models.py",)
 UNFUSING = ("tests/surgery/test_unfusing.py",)
+SHARED_INPUT = ("tests/nn/test_shared_input.py",)
+SHARED_INPUTS = ("tests/surgery/test_shared_inputs.py",)
 
 MUTATIONS = (
     Mutation(
@@ -267,5 +269,145 @@ MUTATIONS = (
         "if self._layer[0].input_activation != self.activation:",
         "if False:",
         ("tests/nn/test_input_activation.py",),
+    ),
+    Mutation(
+        "an output is handed out twice",
+        "nn/shared_input.py",
+        "y, self._outputs[index] = self._outputs[index], None",
+        "y = self._outputs[index]",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "outputs of another tensor",
+        "nn/shared_input.py",
+        "return self._x is x and self._outputs",
+        "return self._x is not None and self._outputs",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "outputs of changed values",
+        "nn/shared_input.py",
+        "*((id(t), t._version) for t in tensors)",
+        "*(id(t) for t in tensors)",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "outputs of exchanged weights",
+        "nn/shared_input.py",
+        "*((id(t), t._version) for t in tensors)",
+        "*(t._version for t in tensors)",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "outputs of changed gains",
+        "nn/shared_input.py",
+        "(*layer.factors.values(), *layer.gains.values(), layer.bias)",
+        "(*layer.factors.values(), layer.bias)",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "outputs of a changed bias",
+        "nn/shared_input.py",
+        "*layer.gains.values(), layer.bias)",
+        "*layer.gains.values())",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "outputs of another autocast mode",
+        "nn/shared_input.py",
+        "(torch.is_grad_enabled(), autocast_dtype(x))",
+        "(torch.is_grad_enabled(),)",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "outputs with gradients where there are none",
+        "nn/shared_input.py",
+        "(torch.is_grad_enabled(), autocast_dtype(x))",
+        "(autocast_dtype(x),)",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "waiting outputs are copied",
+        "nn/shared_input.py",
+        "    def __getstate__(self)",
+        "    def _state(self)",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "a replica gets the outputs of the original",
+        "nn/shared_input.py",
+        "if own is layer), None)",
+        "if own.chain == layer.chain), None)",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "outputs are kept for ever",
+        "nn/shared_input.py",
+        "        if all(output is None for output in self._outputs):\n            self._forget()\n",
+        "",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "a layer keeps its dissolved group",
+        "nn/shared_input.py",
+        "                del layer.shared_input  # the class has the default\n",
+        "                pass\n",
+        SHARED_INPUT,
+    ),
+    Mutation(
+        "layers are observed in evaluation mode",
+        "surgery/shared_inputs.py",
+        "preserved(model, True, parameters=False)",
+        "preserved(model, False, parameters=False)",
+        SHARED_INPUTS,
+    ),
+    Mutation(
+        "a tensor that was changed counts as the same",
+        "surgery/shared_inputs.py",
+        "readers[id(x), version].append(layer)",
+        "readers[id(x), 0].append(layer)",
+        SHARED_INPUTS,
+    ),
+    Mutation(
+        "a layer that reads several tensors is joined",
+        "surgery/shared_inputs.py",
+        "if len(g) > 1 and all(groups_of[layer] == 1 for layer in g)]",
+        "if len(g) > 1]",
+        SHARED_INPUTS,
+    ),
+    Mutation(
+        "layers of other dtypes or options are joined",
+        "surgery/shared_inputs.py",
+        "if are_alike(joined) and stacked",
+        "if stacked",
+        SHARED_INPUTS,
+    ),
+    Mutation(
+        "a layer that does not fit ends the group",
+        "surgery/shared_inputs.py",
+        "        for i, part in enumerate(parts):\n",
+        "        for i, part in list(enumerate(parts))[-1:]:\n",
+        SHARED_INPUTS,
+    ),
+    Mutation(
+        "unfuse_ leaves layers joined",
+        "surgery/fusing.py",
+        "    separate_inputs(model)\n    return model",
+        "    return model",
+        SHARED_INPUTS,
+    ),
+    Mutation(
+        "groups of an earlier call stay",
+        "surgery/shared_inputs.py",
+        "    separate_inputs(model)\n    names",
+        "    names",
+        SHARED_INPUTS,
+    ),
+    Mutation(
+        "a replaced layer stays in its group",
+        "inspection/sites.py",
+        "            part.shared_input.dissolve()\n",
+        "            pass\n",
+        SHARED_INPUTS,
     ),
 )

@@ -15,22 +15,13 @@ import buttress as bt
 from buttress import ops
 from buttress.lab.models.vit import Attention
 from buttress.nn import side_by_side as module
+from joined_layers import join_wherever_possible
 
 
 @pytest.fixture
 def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Computes layers as one wherever it is possible; the sizes of the outputs of each product."""
-    sizes: list[int] = []
-    real = ops.apply
-
-    def apply(chain: bt.Chain, *arguments: object, **options: object) -> Tensor:
-        sizes.append(chain.d_out)
-        return real(chain, *arguments, **options)
-
-    monkeypatch.setattr(module, "may_pay", lambda _: True)
-    monkeypatch.setattr(module, "pays", lambda _stack, _x: True)
-    monkeypatch.setattr(ops, "apply", apply)
-    return sizes
+    """The sizes of the outputs of each product; layers are computed as one wherever it is possible."""
+    return join_wherever_possible(monkeypatch)
 
 
 def layers(count: int = 3, *, structure: bt.Structure | None = None, **options: object) -> nn.ModuleList:

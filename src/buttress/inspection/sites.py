@@ -271,6 +271,9 @@ def put_module(model: nn.Module, name: str, new: nn.Module) -> None:
         PlanError: If the model has no module of this name.
     """
     old = _module_named(model, name)
+    for part in old.modules():
+        if isinstance(part, StructuredLinear) and part.shared_input is not None:
+            part.shared_input.dissolve()
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child is old:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,16 @@ from buttress.core.scaling import init_std
 from buttress.core.structures import Structure
 from buttress.nn.structured import Structured, check_projectable, checked_size
 from buttress.projection.closed_form import project
+
+
+class LayersOnOneInput(Protocol):
+    """Layers that are computed as one; see `nn.shared_input.SharedInput`."""
+
+    def output(self, layer: StructuredLinear, x: Tensor) -> Tensor | None:
+        """The output of one of the layers; None where it should be computed by itself."""
+
+    def dissolve(self) -> None:
+        """Let each layer be computed by itself from now on."""
 
 
 class StructuredLinear(Structured):
@@ -49,6 +60,8 @@ class StructuredLinear(Structured):
         input_activation: Name of an activation that the layer applies to its input, y = W act(x) + bias, instead of a
             module before it: "gelu", "gelu_tanh", "silu" or "relu". The result of the activation is then not stored
             for the backward pass. `fuse_` sets it. None by default.
+        shared_input: Layers that the model calls on the same tensor, with which this layer may be computed as one.
+            `fuse_` sets it. None by default.
         multiply: What computes the product instead, where the layer is divided among processes (`buttress.parallel`).
 
     Raises:
@@ -65,6 +78,7 @@ class StructuredLinear(Structured):
 
     multiply: Callable[[Tensor], Tensor] | None = None
     input_activation: str | None = None
+    shared_input: LayersOnOneInput | None = None
 
     def __init__(
         self,
@@ -157,6 +171,8 @@ class StructuredLinear(Structured):
         return self._within_containers(self.multiply or self._multiply, x)
 
     def _multiply(self, x: Tensor) -> Tensor:
+        if self.shared_input is not None and (y := self.shared_input.output(self, x)) is not None:
+            return y
         return ops.apply(
             self.chain,
             x,

@@ -46,8 +46,22 @@ def side_by_side(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         >>> q, k, v = side_by_side(layers, torch.randn(8, 64))
     """
     y = together(layers, x)
-    if y is None:
-        return [layer(x) for layer in layers]
+    return [layer(x) for layer in layers] if y is None else outputs_of(layers, y)
+
+
+def outputs_of(layers: Sequence[nn.Module], y: Tensor) -> list[Tensor]:
+    """The output of each layer, from a result of `together`.
+
+    Args:
+        layers: The layers.
+        y: Their outputs side by side.
+
+    Shape:
+        y (*, sum of out_features) -> (*, out_features) for each layer.
+
+    Returns:
+        Views of y.
+    """
     sizes = [layer.out_features for layer in layers if isinstance(layer, StructuredLinear)]
     # Autograd refuses in-place changes of what one split returns.
     return [y.narrow(-1, end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]

@@ -12,6 +12,7 @@ from buttress.surgery.plan import Plan
 from buttress.surgery.quantizing import Quantization, quantize_
 from buttress.surgery.replace import replace_
 from buttress.surgery.report import ReplacedRow, Report
+from buttress.surgery.shared_inputs import SharedInputRow
 
 __all__ = [
     "AdapterReport",
@@ -24,6 +25,7 @@ __all__ = [
     "Quantization",
     "ReplacedRow",
     "Report",
+    "SharedInputRow",
     "Unreached",
     "adapt_",
     "chosen_layers",
