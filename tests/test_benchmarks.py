@@ -1,9 +1,10 @@
 """The baselines of the benchmarks compute what the layers that they are compared with compute."""
 
 import csv
-import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,14 +16,16 @@ from emulated_gpu import emulate
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
+def benchmark(name: str) -> ModuleType:
+    """A benchmark as a module; those that it imports are in its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return import_module(name)
+
+
 @pytest.fixture(scope="module")
 def permute_and_bmm():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import permute_and_bmm
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return permute_and_bmm
+    return benchmark("permute_and_bmm")
 
 
 @pytest.mark.parametrize(
@@ -53,12 +56,7 @@ def test_versions_of_permute_and_bmm_equal_the_reference(permute_and_bmm, struct
 @pytest.fixture(scope="module")
 def on_chip():
     pytest.importorskip("triton")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import on_chip
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return on_chip
+    return benchmark("on_chip")
 
 
 def test_a_trial_of_the_on_chip_kernels_checks_and_times_every_pass(on_chip, monkeypatch, tmp_path):
@@ -104,12 +102,7 @@ def test_kernels_that_measure_clusters_compile(monkeypatch, cluster):
 def adapters():
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import adapters
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return adapters
+    return benchmark("adapters")
 
 
 @pytest.mark.parametrize(
@@ -137,12 +130,7 @@ def test_adapters_have_the_parameters_of_lora_and_are_removed_again(adapters, me
 
 @pytest.fixture(scope="module")
 def step():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import step
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return step
+    return benchmark("step")
 
 
 KERNELS = {
@@ -218,3 +206,40 @@ def test_a_step_by_kind_of_kernel(step, tmp_path, capsys):
     with pytest.raises(SystemExit, match="a model is a structure and a width"):
         step.main([*small, "btt"])
     assert capsys.readouterr().out.count("step_ms") == 2
+
+
+@pytest.fixture(scope="module")
+def llama():
+    pytest.importorskip("transformers")
+    return benchmark("llama")
+
+
+def test_llamas_of_any_width(llama, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "llama.csv"
+    command = [
+        "llama.py",
+        "--device",
+        "cpu",
+        "--width",
+        "64",
+        "--depth",
+        "1",
+        "--dtype",
+        "float32",
+        "--engine",
+        "eager",
+    ]
+    command += ["--prompt", "32", "--batch", "1", "--train", "64", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", command)
+    llama.main()
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == list(llama.STRUCTURES)
+    macs = {row["model"]: int(row["blocks_macs"]) for row in rows}
+    assert macs["half low rank"] == pytest.approx(macs["dense"] / 2, rel=0.05)
+    for row in rows:
+        assert all(float(row[key]) > 0 for key in ("prefill_ms", "decode_1_ms", "train_ms"))
+        assert (row["fused_ms"] == "") == (row["model"] == "dense")
+    capsys.readouterr()
+    llama.main()  # all rows are there
+    assert not capsys.readouterr().out

@@ -175,6 +175,20 @@ def gpt2_throughput() -> Iterator[Run]:
 
 
 @recipe
+def gpt2_seconds() -> Iterator[Run]:
+    """Validation loss of GPT-2 against training seconds: dense, and BTT of rank 1, 2 and 4, at widths that split well.
+
+    14 runs of 2,000 steps; one to seven minutes per run on one H200, one run at a time, since seconds are the result.
+    The question is where the frontier of BTT crosses that of dense models.
+    """
+    for width in (512, 768, 1024, 1280, 1536):
+        yield _dense(WIKI, width)
+    for rank, widths in ((1, (1280, 1536, 2048, 2560)), (2, (1280, 1536, 2048)), (4, (1024, 1280))):
+        for width in widths:
+            yield replace(_btt(WIKI, width), structure=f"btt(rank={rank}, split='aligned')")
+
+
+@recipe
 def gpt2_stability() -> Iterator[Run]:
     """Activations of a GPT-2 of width 128 with BTT, with and without normalized weights: figure 7 of the paper.
 
