@@ -49,7 +49,9 @@ import buttress as bt
 FAMILIES = ("low_rank", "btt", "monarch")
 KINDS = (*FAMILIES, "depth", "continued")
 GROUP = 32
-VALIDATION_BLOCKS = 16
+SETTING = ("length", "measure", "calibrate", "sweeps", "device")
+HEALING = ("batch", "heal_length", "validate", "lr", "dense_lr", "hidden", "heal_dtype")
+"""Options that all rows depend on, and those that only healed rows do: columns of the file."""
 HEAD = "lm_head.weight"
 PROMPTS = ("The history of the city begins", "In mathematics, a matrix is", "def read_lines(path):")
 
@@ -196,20 +198,20 @@ class Table:
         path: The file.
         measured: Blocks of tokens of both texts.
         dense_macs: MACs of the original.
-        setting: Options that the rows depend on, which are columns.
+        options: The options of the command.
     """
 
     def __init__(
-        self, path: Path, measured: tuple[Tensor, Tensor], dense_macs: int, setting: dict[str, object]
+        self, path: Path, measured: tuple[Tensor, Tensor], dense_macs: int, options: argparse.Namespace
     ) -> None:
-        self.path, self.measured, self.dense_macs, self.setting = path, measured, dense_macs, setting
+        self.path, self.measured, self.dense_macs, self.options = path, measured, dense_macs, options
         self.rows: list[dict[str, object]] = []
         if path.is_file():
             with path.open(newline="") as file:
                 self.rows += csv.DictReader(file)
 
     def has(self, kind: str, keep: float, healed_tokens: int = 0) -> bool:
-        own = {"model": kind, "target": keep, "healed_tokens": healed_tokens, **self.setting}
+        own = {"model": kind, "target": keep, "healed_tokens": healed_tokens, **self._setting(healed_tokens)}
         return any(all(str(row[key]) == str(value) for key, value in own.items()) for row in self.rows)
 
     def add(self, kind: str, keep: float, model: nn.Module, healed_tokens: int = 0, size: int = 0) -> None:
@@ -225,11 +227,17 @@ class Table:
             "healed_tokens": str(healed_tokens),
             "perplexity": perplexities[0],
             "perplexity_second": perplexities[1],
-            **self.setting,
+            **self._setting(healed_tokens),
         }
         self.rows.append(row)
         print(row, flush=True)
         write_csv(self.path, self.rows)
+
+    def _setting(self, healed_tokens: int) -> dict[str, object]:
+        """The options that a row depends on."""
+        healing = {name: getattr(self.options, name) if healed_tokens else "" for name in HEALING}
+        setting = {name: getattr(self.options, name) for name in SETTING}
+        return {"train": self.options.train.name, **setting, **healing}
 
 
 class Healer:
@@ -261,7 +269,7 @@ class Healer:
             lr=options.dense_lr if dense else options.lr,
             loss=bt.language_loss(1.0 if kind == "continued" else 0.5),
             hidden=0.0 if dense else options.hidden,
-            dtype=torch.bfloat16 if self.data.is_cuda else None,
+            dtype=torch.bfloat16 if options.heal_dtype == "bfloat16" else None,
             held_out=self.validation,
             checkpoint=options.work / f"{kind}-{keep}-{options.heal}-{options.lr}-{options.hidden}.heal.pt",
             every=20,
@@ -302,6 +310,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heal", type=int, default=0, help="steps of healing")
     parser.add_argument("--batch", type=int, default=4, help="blocks per step of healing")
     parser.add_argument("--heal-length", type=int, default=512, help="tokens per block of healing")
+    parser.add_argument("--validate", type=int, default=16, help="blocks by which the best weights are chosen")
+    parser.add_argument(
+        "--heal-dtype", default="bfloat16", choices=("bfloat16", "float32"), help="precision of products in healing"
+    )
     parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of healing")
     parser.add_argument("--hidden", type=float, default=0.0, help="weight of the hidden states in healing")
     parser.add_argument("--dense-lr", type=float, default=3e-5, help="learning rate of models with dense layers alone")
@@ -315,10 +327,10 @@ def healer(original: nn.Module, tokenizer: Any, options: argparse.Namespace) -> 
     """Healing on the training text behind the part that models are calibrated with."""
     calibrating = options.calibrate * options.length // options.heal_length + 1
     wanted = options.heal * options.batch
-    count = calibrating + VALIDATION_BLOCKS + wanted
+    count = calibrating + options.validate + wanted
     text = read_text(options.train, 6 * count * options.heal_length)
     data = blocks(tokenizer, text, options.heal_length, count)[calibrating:].to(options.device)
-    return Healer(original, data[VALIDATION_BLOCKS:], data[:VALIDATION_BLOCKS], options)
+    return Healer(original, data[options.validate :], data[: options.validate], options)
 
 
 def main() -> None:
@@ -335,9 +347,7 @@ def main() -> None:
     mixes = {float(json.loads((f / "buttress-report.json").read_text())["keep"]): f for f in options.mix}
     work = options.work / f"{options.train.stem}-{options.calibrate}-{options.length}-{options.sweeps}"
     compression = Compression(original, calibration.to(options.device), work, options.sweeps, mixes)
-    names = ("length", "measure", "calibrate", "sweeps", "batch", "heal_length", "lr", "dense_lr", "hidden", "device")
-    setting = {"train": options.train.name, **{name: getattr(options, name) for name in names}}
-    table = Table(options.out, (measured, second), macs_of(original), setting)
+    table = Table(options.out, (measured, second), macs_of(original), options)
     tokens = options.heal * options.batch * options.heal_length
 
     def finish(kind: str, keep: float, model: nn.Module, healed_tokens: int, size: int = 0) -> None:
