@@ -160,3 +160,19 @@ def test_layers_whose_weights_are_missing_stay_dense_and_are_named(folder: Path,
     ]
     report = json.loads((tmp_path / "out" / "buttress-report.json").read_text())
     assert report["random_tensors"] == ["pooler.dense.bias", "pooler.dense.weight"]
+
+
+def test_generation_settings_that_transformers_refuses_to_write_are_kept(tmp_path: Path) -> None:
+    from small_transformers import llama
+
+    model = llama()
+    model.save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.9, "top_p": 0.6}))
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        type(model).from_pretrained(tmp_path / "source").save_pretrained(tmp_path / "plain")
+    compress(tmp_path / "source", tmp_path / "out", 0.8, **FAST)
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"]) == (0.9, 0.6)
+    loaded = bt.from_pretrained(tmp_path / "out")
+    assert loaded.generation_config.temperature == 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import subprocess
@@ -217,3 +218,26 @@ def test_the_gpt2_entry_names_its_loader(tmp_path: Path) -> None:
     assert written["loader"] == "buttress.hf"
     assert "quant_method" not in written, "or transformers would load random weights without buttress"
     assert "import buttress.hf" in written["note"]
+
+
+def test_dense_models_load_with_every_argument_by_name(tmp_path: Path) -> None:
+    model = gpt2().eval()
+    model.save_pretrained(save_directory=tmp_path)
+    loaded = type(model).from_pretrained(pretrained_model_name_or_path=tmp_path)
+    torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_wrappers_have_the_parameters_of_what_they_wrap() -> None:
+    from transformers import PreTrainedModel
+    from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+    for wrapper in (
+        AutoHfQuantizer.supports_quant_method,
+        AutoQuantizationConfig.from_dict,
+        PreTrainedModel.from_pretrained.__func__,
+        PreTrainedModel.save_pretrained,
+    ):
+        own = inspect.signature(wrapper, follow_wrapped=False).parameters
+        theirs = inspect.signature(wrapper).parameters
+        named = [p.name for p in own.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert named == list(theirs)[: len(named)]

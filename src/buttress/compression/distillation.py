@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from buttress.compression.distances import Loss, distance_for, hidden_state_distance
 from buttress.compression.running import call, evaluating
@@ -120,8 +121,8 @@ def heal(
         The loss of every step, those before a resumption included, and the losses on the held-out batches.
 
     Raises:
-        PlanError: If `dtype` is another one, `check_every` is below 1, or `hidden` is negative or needs hidden states
-            that the model does not return.
+        PlanError: If no parameter needs a gradient, `dtype` is another one, `check_every` is below 1, or `hidden` is
+            negative or needs hidden states that the model does not return.
         ButtressError: If the loss is not finite, or the checkpoint belongs to other models, rates, steps or data, or to
             a loss of another name or another dtype.
 
@@ -134,21 +135,26 @@ def heal(
         raise PlanError(f"dtype is torch.bfloat16 or None, got {dtype!r}")
     if check_every is not None and check_every < 1:
         raise PlanError(f"check_every is a number of steps of at least 1, got {check_every!r}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise PlanError("healing trains the parameters that need a gradient, and this model has none: unfreeze some")
     interval = check_every or max(1, steps // CHECKS)
-    pair = _Pair(model, teacher, loss or distance_for(model), _running(model, run, hidden), dtype)
+    dtypes = {n: t.dtype for n, t in _parameters_and_buffers(model) if t.is_floating_point()}
+    is_half = any(half in (torch.float16, torch.bfloat16) for half in dtypes.values())
+    pair = _Pair(model, teacher, loss or distance_for(model), _running(model, run, hidden), dtype, is_half)
     settings = f"{lr} {weight_decay} {steps} {label}"
     if held_out:
         settings += f" {interval} {len(held_out)}"
     fingerprint = _fingerprint(model, teacher, settings + _unusual(pair, hidden))
-    dtypes = {name: t.dtype for name, t in model.state_dict().items() if t.is_floating_point()}
-    if any(half in (torch.float16, torch.bfloat16) for half in dtypes.values()):
-        model.float()
-    state = _State(model, torch.optim.AdamW(param_groups(model, lr, weight_decay=weight_decay)), steps, fingerprint)
     path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.is_file():
-        state.resume(path)
-    model.eval()  # the teacher's output is deterministic, and dropout would add noise to the student's
     try:
+        if is_half:
+            model.float()
+        optimizer = torch.optim.AdamW(param_groups(model, lr, weight_decay=weight_decay))
+        optimizer.zero_grad()  # gradients of the caller's would count in the first step
+        state = _State(model, optimizer, steps, fingerprint)
+        if path is not None and path.is_file():
+            state.resume(path)
+        model.eval()  # the teacher's output is deterministic, and dropout would add noise to the student's
         with evaluating(teacher):
             if held_out and not state.losses.held_out:
                 state.check(pair.mean_loss(held_out))
@@ -192,13 +198,15 @@ class _Pair:
     loss: Loss
     run: Callable[[nn.Module, Any], Any]
     dtype: torch.dtype | None
+    is_half: bool
+    """Whether the model was in half precision before it was healed in float32, as its batches still are."""
 
     def loss_of(self, batch: Any, hidden: float = 0.0) -> Tensor:
         """The loss on a batch, with the distance of the hidden states if it has a weight."""
         with self._precision():
             with torch.no_grad():
                 reference = self.run(self.teacher, batch)
-            output = self.run(self.model, batch)
+            output = self.run(self.model, _widened(batch) if self.is_half else batch)
         loss = self.loss(output, reference, batch)
         return loss + hidden * hidden_state_distance(output, reference, batch) if hidden else loss
 
@@ -286,9 +294,21 @@ class _State:
         self.best = content.get("best")
 
 
+def _parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model, also buffers that its state dict leaves out."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _widened(batch: Any) -> Any:
+    """A batch with its half-precision tensors in float32."""
+    half = (torch.float16, torch.bfloat16)
+    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in half else t, batch)
+
+
 @torch.no_grad()
 def _restore_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in _parameters_and_buffers(model):
         if name in dtypes and tensor.dtype != dtypes[name]:
             tensor.data = tensor.data.to(dtypes[name])
 

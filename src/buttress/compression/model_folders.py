@@ -172,14 +172,14 @@ class TransformersFolder(ModelFolder):
                 config.pad_token_id = tokenizer.pad_token_id
 
     def save_model(self, folder: Path) -> None:
-        from buttress.compression.transformers_loading import quiet
+        from buttress.compression.transformers_loading import quiet, with_any_generation_config
         from buttress.integrations import transformers as hf
 
         for config in self.padded_configs:
             config.pad_token_id = None
         vars(self.model.config).pop("auto_map", None)  # the code that it names is not copied
         hf.attach(self.model)
-        with quiet():
+        with quiet(), with_any_generation_config(self.model, folder / self.inner):
             self.model.save_pretrained(folder / self.inner)
         write_plan(self.model, folder)
 

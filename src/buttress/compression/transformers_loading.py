@@ -40,6 +40,36 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def with_any_generation_config(model: Any, folder: Path) -> Iterator[None]:
+    """Let a model be saved with generation settings that transformers reads but refuses to write.
+
+    A temperature without sampling is one of them, and published models have it. The settings are written as they are.
+
+    Args:
+        model: The model.
+        folder: The folder to which the block saves it.
+    """
+    settings = getattr(model, "generation_config", None)
+    if settings is None or _can_be_written(settings):
+        yield
+        return
+    model.generation_config = type(settings)()
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+    settings.to_json_file(folder / "generation_config.json")
+
+
+def _can_be_written(settings: Any) -> bool:
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        return False
+    return True
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json, and refuse what would run code or reach outside the folder.
 

@@ -1,6 +1,7 @@
 """What buttress changes in transformers: how our config entries are found and kept, and that plans are saved.
 
-These are wrappers around public methods, installed once, and do nothing for models without structured layers.
+These are wrappers around public methods, installed once, and do nothing for models without structured layers. Their
+parameters have the names that transformers gives them, because callers pass them by name.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ def _finding(original: Any) -> Any:
     """transformers refuses an entry without "quant_method", which ours lacks so that nothing else loads it."""
 
     @wraps(original)
-    def supports_quant_method(entry: Any) -> bool:
-        return is_ours(entry) or bool(original(entry))
+    def supports_quant_method(quantization_config_dict: Any) -> bool:
+        return is_ours(quantization_config_dict) or bool(original(quantization_config_dict))
 
     return supports_quant_method
 
 
 def _reading(original: Any) -> Any:
     @wraps(original)
-    def from_dict(entry: dict[str, Any]) -> Any:
-        return StructuredConfig.from_dict(entry) if is_ours(entry) else original(entry)
+    def from_dict(quantization_config_dict: dict[str, Any]) -> Any:
+        own = is_ours(quantization_config_dict)
+        return StructuredConfig.from_dict(quantization_config_dict) if own else original(quantization_config_dict)
 
     return from_dict
 
@@ -60,8 +62,8 @@ def _loading(original: Any) -> Any:
     """With a config of the caller's, transformers does not look at the entry in the folder's config.json."""
 
     @wraps(original)
-    def from_pretrained(cls: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("config")
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        config, folder = kwargs.get("config"), pretrained_model_name_or_path
         # Without a folder, the weights are given as a state dict.
         if (
             folder is not None
