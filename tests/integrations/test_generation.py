@@ -236,3 +236,25 @@ def test_a_cuda_graph_gives_the_tokens_of_eager_mode(quantized: bool) -> None:
         own = ids[:, begin:], mask[:, begin:].clamp(min=int(begin > 0))
         expected = eager.generate(*own, max_new_tokens=12, **ENDLESS)
         assert torch.equal(graph.generate(*own, max_new_tokens=12, **ENDLESS), expected)
+
+
+def test_a_graph_is_captured_again_where_the_weights_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eager steps in place of graphs; only the choice to capture is tested."""
+    model = built(llama, is_structured=True)
+    ids, mask = prompts(2)
+    captures: list[hf.Decoder] = []
+    monkeypatch.setattr(hf.Decoder, "_captured", lambda self: captures.append(self) or self._forward)
+    decoder = hf.Decoder(model, max_length=16, batch=2, engine="eager")
+    decoder.engine = "cuda_graph"
+    changes: list[tuple[int, Callable[[], object]]] = [
+        (1, lambda: None),
+        (1, lambda: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})),
+        (2, lambda: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)),
+        (3, lambda: bt.quantize_(model)),
+        (4, lambda: model.to(torch.float64)),
+    ]
+    for count, change in changes:
+        change()
+        tokens = decoder.generate(ids, mask, max_new_tokens=4, **ENDLESS)
+        assert len(captures) == count
+        assert torch.equal(tokens, wanted(model, ids, mask, 4))

@@ -102,13 +102,18 @@ class Decoder:
         self.engine = _checked_engine(engine, self.device)
         check_model(model, max_length, batch)
         with _plain_mode():
-            self._cache = StaticCache(config=model.config, max_cache_len=max_length)
-            check_layers(self._cache)
+            self._cache, self._dtype = self._empty_cache(), model.dtype
             self._token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
             self._position = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
             self._mask = torch.ones(batch, max_length, dtype=torch.long, device=self.device)
         self._step: Step | None = None
+        self._captured_tensors: list[object] = []
         self._streams = 0
+
+    def _empty_cache(self) -> StaticCache:
+        cache = StaticCache(config=self.model.config, max_cache_len=self.max_length)
+        check_layers(cache)
+        return cache
 
     def generate(
         self,
@@ -281,6 +286,10 @@ class Decoder:
         """The step, compiled or captured on first use; the cache is then in memory, and its contents are void."""
         if self.model.training:
             raise ButtressError("the model is in training mode: call model.eval() before generating text")
+        if self._dtype != self.model.dtype:
+            self._cache, self._dtype, self._step = self._empty_cache(), self.model.dtype, None
+        if self.engine == "cuda_graph" and self._captured_tensors != self._tensors():
+            self._step = None  # a graph reads the memory in which the weights were when it was captured
         if self._step is None:
             self._prefill(self._token, torch.ones_like(self._token))  # allocates the cache
             if self.engine == "eager":
@@ -288,8 +297,13 @@ class Decoder:
             elif self.engine == "compiled":
                 self._step = compiled(self._forward)
             else:
-                self._step = self._captured()
+                self._step, self._captured_tensors = self._captured(), self._tensors()
         return self._step
+
+    def _tensors(self) -> list[object]:
+        """Where the model's parameters and buffers are, and of which form."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
 
     def _captured(self) -> Step:
         """The step as a CUDA graph, which reads and writes the same tensors on each replay."""
