@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import buttress as bt
+from buttress.nn import structured
 
 ZEROS = torch.zeros(6, 4)
 
@@ -266,3 +267,22 @@ def test_the_initializations_of_adapters_that_rewrite_the_layer_are_refused():
         with pytest.warns(UserWarning, match="Unsupported layer type"), pytest.raises(bt.ReadOnlyError):
             layers.Linear(base, "default", config=config, r=2, lora_alpha=2, init_lora_weights=method)
         assert torch.equal(base.to_dense(), before)
+
+
+def test_a_forward_that_reads_it_is_named_once(caplog, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(structured, "_reported", set())
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes)).eval()
+    ids = torch.tensor([[1, 2, 3]])
+    bt.replace_(model, {"*.wi": bt.BTT()})
+    model(input_ids=ids, labels=ids)
+    assert not caplog.records
+    bt.replace_(model, {"*.wo": bt.BTT()})
+    for _ in range(2):
+        model(input_ids=ids, labels=ids)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("T5DenseActDense.forward reads the weight of a structured layer")
+    assert "whole 16 x 32 matrix" in record.getMessage()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import index
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -65,6 +67,25 @@ WEIGHT_IS_COMPUTED = (
     "the weight of a structured layer is computed from its factors, so a write to it would be lost: use "
     "layer.assign(project(layer.structure, weight).factors) or layer.reset_parameters(), or write to weight.clone()"
 )
+
+
+log = logging.getLogger(__name__)
+_reported: set[CodeType] = set()
+"""Functions called forward that were seen to read the weight of a structured layer."""
+
+
+def _report_reading_forward(reader: FrameType, layer: Structured) -> None:
+    """Log once that a forward pass reads `weight`: T5 asks for its dtype, and each time the matrix is computed."""
+    if reader.f_code.co_name != "forward" or reader.f_code in _reported:
+        return
+    _reported.add(reader.f_code)
+    log.warning(
+        "%s.forward reads the weight of a structured layer, and each read computes the whole %d x %d matrix, which is "
+        "slow: use torch.compile, which leaves out what is not needed, or keep this layer dense",
+        type(reader.f_locals.get("self")).__name__,
+        layer.chain.d_out,
+        layer.chain.d_in,
+    )
 
 
 class ParameterContainer(nn.ParameterDict):
@@ -290,6 +311,8 @@ class Structured(nn.Module):
 
         Writing to it, or to a view of it, raises a ReadOnlyError.
         """
+        if not torch.compiler.is_compiling():
+            _report_reading_forward(sys._getframe(1), self)
         return computed(lambda: self.to_dense().contiguous(), list(self.factors.values()), refusal=WEIGHT_IS_COMPUTED)
 
     @weight.setter
