@@ -92,6 +92,24 @@ def test_scales_are_folded_once() -> None:
     torch.testing.assert_close(shards.apply(layer, x), saved[0](x))
 
 
+def test_weights_that_are_loaded_again_are_scaled_again() -> None:
+    """As when a trainer sends new weights to a running server."""
+    form = (bt.BTT(rank=2), 32)
+    shards, layer, (first,) = fused(form, normalize=True)
+    x = torch.randn(5, D_IN)
+    load(layer, [first], (0,))
+    with pytest.raises(PlanError, match="the normalized weights of part0 were loaded, but are not scaled yet"):
+        shards.apply(layer, x)
+    shards.finish(layer)
+    second = layer_of(*form, normalize=True)
+    load(layer, [second], (0,))
+    shards.finish(layer)
+    torch.testing.assert_close(shards.apply(layer, x), second(x))
+    load(layer, [first], (0,), skip="factors.R")
+    with pytest.raises(PlanError, match=r"do not hold part0\.factors\.R"):
+        shards.finish(layer)
+
+
 def test_gains_keep_their_precision() -> None:
     _, layer, _ = fused((bt.BTT(rank=2), 32), normalize=True, dtype=torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in layer.named_parameters()}

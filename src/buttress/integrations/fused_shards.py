@@ -101,6 +101,7 @@ class FusedShards:
                 self._sizes[name] = start + torch.Size(shape).numel()
         self._missing = set(self._slices)
         self._unfolded: set[int] = set()
+        self._folded: set[int] = set()
 
     def _dense(self, shard: Shard) -> tuple[None, list[_Tensor]]:
         by_outputs = self.side == "outputs"
@@ -166,6 +167,9 @@ class FusedShards:
                 f"{shard.name}.{name} should have the shape {place.saved_shape}, since its layer is {form}, but in the "
                 f"file it has the shape {tuple(tensor.shape)}: plan and weights do not fit"
             )
+        if number in self._folded:  # weights are loaded again: the other factors hold their scales already
+            self._folded.remove(number)
+            self._missing |= {key for key in self._slices if key[0] == number}
         with torch.no_grad():
             place.of(parameter.detach()).copy_(part_of(tensor, place.division, self.rank, self.processes))
         self._missing.discard((number, name))
@@ -199,6 +203,7 @@ class FusedShards:
         with torch.no_grad():
             for number in sorted(self._unfolded):
                 self._fold(layer, number)
+        self._folded |= self._unfolded
         self._unfolded.clear()
 
     def _fold(self, layer: nn.Module, number: int) -> None:
@@ -227,7 +232,16 @@ class FusedShards:
 
         Returns:
             The output.
+
+        Raises:
+            PlanError: If weights were loaded and `finish` was not called.
         """
+        if self._unfolded:
+            names = ", ".join(self.shards[number].name for number in sorted(self._unfolded))
+            raise PlanError(
+                f"the normalized weights of {names} were loaded, but are not scaled yet: call "
+                "process_weights_after_loading (FusedShards.finish) after loading"
+            )
         outputs = [self._apply_shard(layer, number, x) for number in range(len(self.shards))]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
