@@ -311,4 +311,32 @@ MUTATIONS = (
         "gguf_file=path.name",
         ("tests/compression/test_gguf_loading.py",),
     ),
+    Mutation(
+        "batches in half precision are not widened",
+        "compression/distillation.py",
+        "_widened(batch) if self.is_half else batch",
+        "batch",
+        ("tests/compression/test_healing_half_precision.py",),
+    ),
+    Mutation(
+        "buffers outside of the state dict stay in float32",
+        "compression/distillation.py",
+        "    yield from model.named_buffers()\n",
+        "",
+        ("tests/compression/test_healing_half_precision.py",),
+    ),
+    Mutation(
+        "gradients of the caller's count",
+        "compression/distillation.py",
+        "        optimizer.zero_grad()  # gradients of the caller's would count in the first step\n",
+        "",
+        ("tests/compression/test_healing_half_precision.py",),
+    ),
+    Mutation(
+        "generation settings that cannot be written are lost",
+        "compression/transformers_loading.py",
+        '    settings.to_json_file(folder / "generation_config.json")\n',
+        "",
+        ("tests/compression/test_transformers_loading.py",),
+    ),
 )

@@ -244,4 +244,18 @@ MUTATIONS = (
         "largest = bounds[0]",
         BOUND,
     ),
+    Mutation(
+        "the scale of Adam next to Muon ignored",
+        "optim/rates.py",
+        "    if rule != options.rule and options.adam_scale != 1:\n",
+        "    if False:\n",
+        ("tests/optim/test_groups.py",),
+    ),
+    Mutation(
+        "the scale of Adam without Muon ignored",
+        "optim/rates.py",
+        '    if options.adam_scale != 1 and options.rule != "muon":\n',
+        "    if False:\n",
+        ("tests/optim/test_groups.py",),
+    ),
 )

@@ -103,8 +103,8 @@ MUTATIONS = (
     Mutation(
         "earlier sweeps repeated",
         "projection/closed_form.py",
-        "inputs, sweeps - start.sweeps)",
-        "inputs, sweeps)",
+        "target.problem, sweeps - start.sweeps)",
+        "target.problem, sweeps)",
         TESTS,
     ),
     Mutation(
@@ -204,5 +204,19 @@ MUTATIONS = (
         "g - step_size * (c + d * p)",
         "g - step_size * c",
         COUPLED,
+    ),
+    Mutation(
+        "the moments of columns for those of rows",
+        "projection/least_squares.py",
+        "return self.rows.mT @ self.rows",
+        "return self.rows @ self.rows.mT",
+        TESTS,
+    ),
+    Mutation(
+        "the gradient of a matrix without the moments",
+        "projection/refinement.py",
+        "(self.problem.weight - self.outputs.detach()) @ self.problem.inputs.moments",
+        "self.problem.weight - self.outputs.detach()",
+        TESTS,
     ),
 )

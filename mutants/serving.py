@@ -113,4 +113,25 @@ MUTATIONS = (
         "if name == prefix",
         VLLM,
     ),
+    Mutation(
+        "weights without their scales are applied",
+        "integrations/fused_shards.py",
+        "        if self._unfolded:\n            names",
+        "        if False:\n            names",
+        SHARDS,
+    ),
+    Mutation(
+        "factors that were not loaded again are scaled twice",
+        "integrations/fused_shards.py",
+        "            self._missing |= {key for key in self._slices if key[0] == number}\n",
+        "",
+        SHARDS,
+    ),
+    Mutation(
+        "a graph of weights that have moved is replayed",
+        "integrations/generation.py",
+        '        if self.engine == "cuda_graph" and self._captured_tensors != self._tensors():\n',
+        "        if False:\n",
+        ("tests/integrations/test_generation.py",),
+    ),
 )
