@@ -141,10 +141,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a warning while all rates are still zero",
-        "optim/flattened_rates.py",
+        "optim/step_checks.py",
         "if len(set(rates)) == 1 and rates[0] != 0:",
         "if len(set(rates)) == 1:",
-        ("tests/optim/test_flattened_rates.py",),
+        ("tests/optim/test_step_checks.py",),
     ),
     Mutation(
         "keywords of one module applied to all",

@@ -28,7 +28,7 @@ def test_advice_for_a_gpu_that_is_not_in_this_machine() -> None:
     assert not wide.stay_dense
     assert wide.options == tuple(sorted(wide.options, key=lambda o: o.ms))
     assert {o.basis for o in wide.options if o.structure.startswith("btt")} == {"measured"}
-    assert "times faster than nn.Linear" in str(wide)
+    assert "× as fast as nn.Linear" in str(wide)
     narrow = bt.advise(512, 512, 32768, device="NVIDIA H200", candidates=["btt", bt.BTT(rank=4)])
     assert narrow.stay_dense
     assert "Stay dense" in str(narrow)
@@ -40,6 +40,18 @@ def test_sizes_in_between_are_scaled_and_say_so() -> None:
     assert option.basis.startswith("scaled from ")
     known = bt.advise(4096, 4096, 32768, device="NVIDIA H200", candidates=[bt.BTT(rank=2)]).options[0]
     assert known.ms / 8 < option.ms < known.ms
+
+
+def test_a_measured_time_of_a_dense_layer_counts_for_all_structures() -> None:
+    advice = bt.advise(512, 512, 32768, device="NVIDIA H200")
+    row = next(r for r in speeds.table("NVIDIA H200") if r.key[:4] == ("btt", 512, 512, 32768))
+    assert advice.dense_ms == row.linear.of(training=True, compiled=True)
+    assert {o.basis.split()[0] for o in advice.options} == {"measured", "scaled"}
+    for option in advice.options:
+        assert option.against_dense == pytest.approx(advice.dense_ms / option.ms)
+    assert advice.fastest is not None
+    assert advice.fastest.basis.startswith("scaled")
+    assert advice.verdict().endswith(f"is {advice.fastest.basis}: measure before relying on it.")
 
 
 def test_advice_measured_here() -> None:

@@ -60,7 +60,7 @@ def old_entries(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_state_stays_in_its_slots_and_training_continues(kind: str) -> None:
     model = build("btt")
-    optimizer = OPTIMIZERS[kind](bt.param_groups(model, lr=1e-2))
+    optimizer = OPTIMIZERS[kind](bt.param_groups(model, lr=1e-2, rule="sgd" if "sgd" in kind else "adam"))
     train(model, optimizer, 30)
     small = copy.deepcopy(model)
     state = {n: copy.deepcopy(optimizer.state.get(p, {})) for n, p in model.named_parameters()}

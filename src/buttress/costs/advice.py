@@ -114,12 +114,14 @@ class Advice:
     def _recommendation(self) -> str:
         if self.fastest is None:
             return "Stay dense: no structure here saves time. Fewer parameters may still be reason enough."
-        text = f"{self.fastest.structure} is fastest: {self.fastest.against_dense:.3g} times faster than nn.Linear."
+        text = f"{self.fastest.structure} is fastest: {self.fastest.against_dense:.3g}× as fast as nn.Linear."
         if self.largest and self.largest != self.fastest:
             text += (
                 f" {self.largest.structure} has the most parameters of those that are no slower "
-                f"({self.largest.parameters:,}, {self.largest.against_dense:.3g} times faster)."
+                f"({self.largest.parameters:,}, {self.largest.against_dense:.3g}× as fast)."
             )
+        if "scaled" in self.fastest.basis:
+            text += f" The time of {self.fastest.structure} is {self.fastest.basis}: measure before relying on it."
         return text
 
 
@@ -147,7 +149,7 @@ def advise(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    candidates: Iterable[Structure | str] | None = None,
+    candidates: Iterable[Structure | str] | Structure | str | None = None,
     training: bool = True,
     compiled: bool = True,
     progress: Progress | None = None,
@@ -164,7 +166,7 @@ def advise(
             the name of a GPU with a table ("NVIDIA H200"), whose times are looked up or scaled from the nearest size.
             Default: "cuda" if there is a GPU, else "cpu".
         dtype: Dtype of the computation. Default: bfloat16 on a GPU, float32 on a CPU.
-        candidates: Structures or their texts. Default: a few of every structure.
+        candidates: Structures or their texts, or a single one. Default: a few of every structure.
         training: Time a training step; otherwise the forward pass alone.
         compiled: Leave out the time that Python takes to launch kernels.
         progress: Called before a structure is measured, with its text, the number of those before it and of all.
@@ -181,9 +183,10 @@ def advise(
         >>> print(bt.advise(4096, 4096, 32768, device="NVIDIA H200"))
     """
     _check_sizes(d_in, d_out, tokens)
-    chosen = (
-        _default_candidates() if candidates is None else [parse(c) if isinstance(c, str) else c for c in candidates]
-    )
+    if candidates is None:
+        chosen = _default_candidates()
+    else:
+        chosen = [parse(c) for c in ([candidates] if isinstance(candidates, Structure | str) else candidates)]
     if not chosen:
         raise ButtressError("there is nothing to compare: give at least one candidate, such as BTT(rank=2)")
     timed_device = TimedDevice.of(device)

@@ -105,7 +105,7 @@ def layer_timings(
     if device.local is not None:
         return _measured(chains, layer, device.local, device.name, progress), refusals
     scaled = (_scaled(structure, chain, layer, device.name) for structure, chain in chains)
-    timings = [timing for timing in scaled if timing is not None]
+    timings = _with_measured_linear([t for t in scaled if t is not None], layer, device.name)
     if not timings:
         raise ButtressError(
             f"nothing near {layer} was measured on {device.name}: use device='cuda' on a machine "
@@ -198,6 +198,13 @@ def _scaled(structure: Structure, chain: AnyChain, layer: Layer, device: str) ->
     return Timing(
         chain, _stretched(row, layer, moved, work), f"scaled from {row.d_in} -> {row.d_out}, {row.tokens:,} tokens"
     )
+
+
+def _with_measured_linear(timings: list[Timing], layer: Layer, device: str) -> list[Timing]:
+    """The timings, all with the time of nn.Linear at the layer's own size if the table has one, with any structure."""
+    sizes = (layer.d_in, layer.d_out, layer.tokens, dtype_key(layer.dtype))
+    linear = next((row.linear for row in table(device) if row.key[1:] == sizes), None)
+    return timings if linear is None else [t._replace(row=replace(t.row, linear=linear)) for t in timings]
 
 
 def _stretched(row: Row, layer: Layer, structured: float, linear: float) -> Row:

@@ -18,6 +18,7 @@ from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import StructuredPointwiseConv
 from buttress.nn.split_linear import SplitLinear
 from buttress.nn.structured import Structured
+from buttress.optim.step_checks import noting_what_is_taken_out
 from buttress.surgery.config_entry import record_plan
 from buttress.surgery.torch_encoders import set_fused_path, structured_encoders
 
@@ -100,7 +101,8 @@ def turn_dense_(model: nn.Module, turn: Turn) -> nn.Module:
             )
     encoders = structured_encoders(model)
     tied = tied_modules(model)
-    _tie_weights(_put_dense_layers(model, turn), tied)
+    with noting_what_is_taken_out(model):
+        _tie_weights(_put_dense_layers(model, turn), tied)
     declare_tied_weights(model)
     set_fused_path(encoders, allowed=True)
     set_fused_path(structured_encoders(model), allowed=False)

@@ -13,6 +13,7 @@ from buttress.inspection.names import join, unique_modules
 from buttress.inspection.sites import Site
 from buttress.inspection.ties import declare_tied_weights, declares_tied_weights
 from buttress.nn.attention import unpacked
+from buttress.optim.step_checks import noting_what_is_taken_out
 from buttress.surgery.config_entry import record_plan
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.replacement import Initialization, Replacement, build_replacements
@@ -65,8 +66,9 @@ def _put_into(model: nn.Module, replacements: Sequence[Replacement], remaining: 
     for r in replacements:
         if r.site.owner._forward_hooks or r.site.owner._forward_pre_hooks:
             log.warning("%s had forward hooks: they were removed with the dense layer", r.site.name)
-    for r in replacements:
-        r.site.put(r.module)
+    with noting_what_is_taken_out(model):
+        for r in replacements:
+            r.site.put(r.module)
     declare_tied_weights(model)
     config: Any = getattr(model, "config", None)
     if untied and getattr(config, "tie_word_embeddings", False) and not declares_tied_weights(model):

@@ -17,7 +17,7 @@ STEPS = 6
 def trained(schedule, change=None):
     """The rates of each group over some steps, divided by its multiplier."""
     model = nn.Sequential(bt.StructuredLinear(64, 64, bt.BTT(rank=2)), nn.Linear(64, 4))
-    optimizer = torch.optim.SGD(bt.param_groups(model, 1e-3), momentum=0.9)
+    optimizer = torch.optim.SGD(bt.param_groups(model, 1e-3, rule="sgd"), momentum=0.9)
     assert len({g["lr_multiplier"] for g in optimizer.param_groups}) == 3
     scheduler = schedule(optimizer)
     rates = []
@@ -111,6 +111,59 @@ def test_what_is_meant_does_not_warn():
     model(torch.ones(2, 16)).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.optim.SGD(bt.param_groups(model, 1e-3, structure_aware=False)).step()
-        torch.optim.SGD(bt.param_groups(model, 0.0)).step()
+        torch.optim.SGD(bt.param_groups(model, 1e-3, structure_aware=False, rule="sgd")).step()
+        torch.optim.SGD(bt.param_groups(model, 0.0, rule="sgd")).step()
         torch.optim.SGD([{"params": [p]} for p in others.parameters()], lr=1e-3).step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "message"),
+    [
+        (torch.optim.SGD, "adam", r"SGD steps with groups .* for the rule 'adam': .*rule=\"sgd\""),
+        (torch.optim.AdamW, "sgd", r"AdamW steps with groups .* for the rule 'sgd': .*rule=\"adam\""),
+        (torch.optim.AdamW, "muon", r"AdamW steps with groups .* for the rule 'muon': .*rule=\"adam\""),
+        (bt.optim.Muon, "adam", r"Muon steps with groups .* for the rule 'adam': .*rule=\"muon\""),
+    ],
+)
+def test_groups_for_another_rule_warn_once(optimizer, rule, message):
+    model = nn.Sequential(bt.StructuredLinear(64, 64, bt.BTT(rank=2)), nn.Linear(64, 4))
+    made = optimizer(bt.param_groups(model, 1e-3, rule=rule))
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.warns(UserWarning, match=message):
+        made.step()
+    made.step()  # a second warning would be an error
+
+
+def test_groups_for_the_own_rule_do_not_warn():
+    class Mine(torch.optim.SGD):
+        """An optimizer of whose rule nothing is known."""
+
+    pairs = [(torch.optim.SGD, "sgd"), (torch.optim.AdamW, "adam"), (bt.optim.Muon, "muon"), (Mine, "adam")]
+    for optimizer, rule in pairs:
+        model = nn.Sequential(bt.StructuredLinear(64, 64, bt.BTT(rank=2)), nn.Linear(64, 4))
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer(bt.param_groups(model, 1e-3, rule=rule)).step()
+    dense = nn.Linear(64, 4)
+    dense(torch.ones(2, 64)).sum().backward()
+    torch.optim.SGD(bt.param_groups(dense, 1e-3)).step()
+
+
+@pytest.mark.parametrize("change", [lambda m: bt.replace_(m, {"0": bt.BTT()}), bt.densify_], ids=["replace", "densify"])
+def test_an_optimizer_of_parameters_that_are_no_longer_in_the_model_warns_once(change):
+    model = nn.Sequential(nn.Linear(64, 64), bt.StructuredLinear(64, 64, bt.BTT(rank=2)), nn.Linear(64, 4))
+    before = torch.optim.SGD(model.parameters(), 1e-3)
+    change(model)
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.warns(UserWarning, match=r"\d of the 7 parameters of this optimizer were taken out of their model"):
+        before.step()
+    before.step()  # a second warning would be an error
+    torch.optim.SGD(model.parameters(), 1e-3).step()
+
+
+def test_a_tied_weight_that_stays_in_the_model_is_not_taken_out():
+    model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.Linear(64, 16, bias=False))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD([model[0].weight], 1e-3)
+    bt.replace_(model, {"2": bt.BTT()})
+    model(torch.zeros(2, dtype=torch.long)).sum().backward()
+    optimizer.step()
