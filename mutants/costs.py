@@ -65,4 +65,11 @@ MUTATIONS = (
         "max(distances(r)) <= MAX_SCALING",
         TIMES,
     ),
+    Mutation(
+        "each structure compared with its own time of nn.Linear",
+        "costs/layer_times.py",
+        "return timings if linear is None else",
+        "return timings if True else",
+        ("tests/costs/test_advice.py",),
+    ),
 )

@@ -258,4 +258,32 @@ MUTATIONS = (
         "    if False:\n",
         ("tests/optim/test_groups.py",),
     ),
+    Mutation(
+        "groups of another rule pass without a word",
+        "optim/step_checks.py",
+        "        _warn_if_of_another_rule(optimizer, groups)\n",
+        "",
+        ("tests/optim/test_step_checks.py",),
+    ),
+    Mutation(
+        "equal rates of another rule are warned of",
+        "optim/step_checks.py",
+        '    if all(g["lr_multiplier"] == 1 for g in groups) and expected != "muon":\n',
+        "    if False:\n",
+        ("tests/optim/test_step_checks.py",),
+    ),
+    Mutation(
+        "an optimizer of lost parameters passes without a word",
+        "optim/step_checks.py",
+        "            setattr(p, _TAKEN_OUT, True)\n",
+        "            pass\n",
+        ("tests/optim/test_step_checks.py",),
+    ),
+    Mutation(
+        "a tied parameter that stays counts as lost",
+        "optim/step_checks.py",
+        "        if id(p) not in after:\n",
+        "        if True:\n",
+        ("tests/optim/test_step_checks.py",),
+    ),
 )

@@ -23,6 +23,12 @@ REPORT = (
     "tests/surgery/test_report_unreached.py",
 )
 
+QUANTIZING = (
+    "tests/surgery/test_quantizing.py",
+    "tests/surgery/test_quantizing_left.py",
+    "tests/surgery/test_quantizing_encoders.py",
+)
+INT8_LINEAR = ("tests/nn/test_int8_linear.py",)
 GENERATION = ("tests/integrations/test_generation.py",)
 
 MUTATIONS = (
@@ -239,7 +245,7 @@ MUTATIONS = (
     Mutation(
         "what is not an adapter stays trainable",
         "surgery/adapting.py",
-        "p.requires_grad_(id(p) in adapters or id(p) in others or name in named)",
+        "p.requires_grad_(id(p) in adapters or id(p) in others or id(p) in named)",
         "p.requires_grad_(True)",
         ADAPTING,
     ),
@@ -351,9 +357,51 @@ MUTATIONS = (
     Mutation(
         "quantize_ takes the output head too",
         "surgery/quantizing.py",
-        "if id(m) not in head.module_ids",
-        "if id(m)",
-        ("tests/surgery/test_quantizing.py",),
+        "for n, m in candidates.items() if id(m) in head.module_ids}",
+        "for n, m in candidates.items() if False}",
+        QUANTIZING,
+    ),
+    Mutation(
+        "quantize_ takes parametrized layers and those inside adapters",
+        "surgery/quantizing.py",
+        "for name, m in _linear_layers(model) if name and name not in reasons}",
+        "for name, m in _linear_layers(model) if name}",
+        QUANTIZING,
+    ),
+    Mutation(
+        "quantize_ takes layers with hooks",
+        "surgery/quantizing.py",
+        "if any(getattr(module, hooks) for hooks in HOOKS):",
+        "if False:",
+        QUANTIZING,
+    ),
+    Mutation(
+        "quantize_ leaves torch's fused path on",
+        "surgery/quantizing.py",
+        "    set_fused_path(structured_encoders(model), allowed=False)\n",
+        "",
+        QUANTIZING,
+    ),
+    Mutation(
+        "densify_ allows the fused path around int8 layers",
+        "surgery/torch_encoders.py",
+        "isinstance(module, StructuredLinear | Int8Linear)",
+        "isinstance(module, StructuredLinear)",
+        QUANTIZING,
+    ),
+    Mutation(
+        "int8 layers of earlier calls are left out of the share",
+        "surgery/quantizing.py",
+        "sum(m.params for m in model.modules() if isinstance(m, Int8Linear))",
+        "sum(m.params for m in converted.values())",
+        QUANTIZING,
+    ),
+    Mutation(
+        "the weight of an int8 layer is in float32",
+        "nn/int8_linear.py",
+        "self.to_dense().to(dtype).contiguous()",
+        "self.to_dense().contiguous()",
+        INT8_LINEAR,
     ),
     Mutation(
         "torchao passes over structured layers",

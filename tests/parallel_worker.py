@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -178,6 +179,40 @@ def refusal(text: str, d_in: int, d_out: int, style: str, times: int = 1) -> str
         untouched = all(torch.equal(p, b) for p, b in zip(layer.parameters(), before, strict=True) if times == 1)
         return str(error) if untouched else "the layer was changed"
     return "not refused"
+
+
+class Tied(nn.Module):
+    """A head that shares the factors of an embedding, and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = bt.StructuredEmbedding(64, 16, bt.BTT(rank=2))
+        self.mix = bt.StructuredLinear(16, 16, bt.BTT(rank=2))
+        self.head = bt.StructuredLinear(16, 64, bt.BTT(rank=2), bias=False)
+        self.head.tie_(self.embed)
+
+
+def tied(style: str) -> list[str]:
+    """What is said of a tied head; it is divided once it has a copy of the factors, and another layer anyway."""
+    styles = {"column": ColumnParallel, "row": RowParallel}
+    model = Tied()
+    kept = dict(model.named_parameters())  # a caller's dict is no module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    try:
+        divided(model, {"head": styles[style]()})
+    except bt.StructureError as error:
+        said.append(str(error))
+    said.append(f"still tied: {all(model.head.factors[n] is p for n, p in model.embed.factors.items())}")
+    divided(model, {"mix": styles[style]()})
+    model.head = copy.deepcopy(model.head)
+    divided(model, {"head": styles[style]()})
+    said.append(
+        f"divided: {all(hasattr(p, 'full_tensor') for p in [*model.mix.parameters(), *model.head.parameters()])}"
+    )
+    assert kept
+    assert optimizer.param_groups
+    return said
 
 
 def torchs_own(style: str) -> str:

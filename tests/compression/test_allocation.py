@@ -229,3 +229,42 @@ def test_families_reach_any_matrix(structure: type[bt.Structure], sizes: tuple[i
     *_, below, top = structure.family(sizes[1], sizes[0])
     assert bt.project(below, weight).relative_error > 1e-4
     assert bt.project(top, weight).relative_error < 1e-10
+
+
+@pytest.mark.parametrize("single", ["low_rank", "low_rank(rank=2)", bt.LowRank(rank=2), bt.LowRank], ids=str)
+def test_a_single_candidate_is_a_list_of_one(single: layer_options.Candidate) -> None:
+    expected = bt.curves(net(), candidates=[single])
+    assert bt.curves(net(), candidates=single) == expected == bt.curves(net(), candidates=iter([single]))
+    assert all(len(choices) > 1 for choices in expected.values())
+    assert [bt.CompressOptions(candidates=c).to_row()["candidates"] for c in (single, iter([single]))] == [
+        [single.name if isinstance(single, type) else str(single)]
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        (["bt"], "'bt' is not a structure: there are .*; did you mean 'btt'"),
+        ("bt", "'bt' is not a structure: there are .*; did you mean 'btt'"),
+        (["btt", "btt(rank=0)"], "rank must be an integer >= 1, got 0"),
+        ([3], "a candidate is a Structure, its text or a class of them, got 3"),
+        ([int], "a candidate is a Structure, its text or a class of them, got <class 'int'>"),
+    ],
+    ids=str,
+)
+def test_what_names_no_candidate_raises_before_anything_is_compared(candidates: object, message: str) -> None:
+    watched: list[str] = []
+    for function in (lambda c: bt.curves(net(), candidates=c, watch=watched.append), as_options):
+        with pytest.raises(bt.StructureError, match=message):
+            function(candidates)
+    assert not watched
+
+
+def as_options(candidates: object) -> bt.CompressOptions:
+    return bt.CompressOptions(candidates=candidates)  # type: ignore[arg-type]
+
+
+def test_no_candidate_at_all() -> None:
+    for function in (lambda c: bt.curves(net(), candidates=c), as_options):
+        with pytest.raises(bt.PlanError, match="there is nothing to choose from"):
+            function([])

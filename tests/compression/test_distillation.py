@@ -238,6 +238,53 @@ def test_hidden_states_are_compared_block_by_block_without_padding() -> None:
         hidden_state_distance(SimpleNamespace(logits=own[0]), two, {})
 
 
+ENCODED = torch.tensor([[1, 0, 0], [1, 1, 0]])
+DECODED = torch.tensor([[1, 1, 0], [1, 1, 1]])
+IDS = torch.ones_like(DECODED)
+
+
+@pytest.mark.parametrize(
+    ("more", "counted"),
+    [
+        ({"decoder_input_ids": IDS, "decoder_attention_mask": DECODED}, DECODED),
+        ({"decoder_attention_mask": DECODED}, DECODED),
+        ({"decoder_input_ids": IDS}, IDS),
+        ({"decoder_inputs_embeds": torch.randn(2, 3, 4)}, IDS),
+        ({"labels": IDS.masked_fill(DECODED == 0, -100)}, DECODED),
+        ({"labels": torch.tensor([1, 0])}, ENCODED),
+        ({}, ENCODED),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_outputs_of_a_decoder_are_compared_at_its_tokens(more: dict[str, Tensor], counted: Tensor) -> None:
+    batch = {"input_ids": IDS, "attention_mask": ENCODED} | more
+    (own, other), (state, other_state) = torch.randn(2, 2, 2, 3, 4).unbind()
+    last = {"encoder_last_hidden_state": torch.zeros(())}
+    one, two = (SimpleNamespace(logits=t, **last) for t in (own, other))
+    kept = counted.bool()
+    assert distance(one, two, batch) == distance(*(SimpleNamespace(logits=t[kept]) for t in (own, other)), None)
+    assert relative_square_error(one, two, batch) == relative_square_error(own[kept], other[kept], None)
+    if "labels" not in more:  # that alone does not tell that there is a decoder
+        assert relative_square_error(own, other, batch) == relative_square_error(own[kept], other[kept], None)
+    one, two = (
+        SimpleNamespace(encoder_hidden_states=(s, s), decoder_hidden_states=(t, t), **last)
+        for s, t in ((state, own), (other_state, other))
+    )
+    encoded = ENCODED.bool()
+    errors = [
+        relative_square_error(state[encoded], other_state[encoded], None),
+        relative_square_error(own[kept], other[kept], None),
+    ]
+    assert hidden_state_distance(one, two, batch) == torch.stack(errors).mean()
+
+
+def test_labels_of_a_model_without_a_decoder_mask_nothing() -> None:
+    batch = {"attention_mask": ENCODED, "labels": IDS.masked_fill(DECODED == 0, -100)}
+    own, other = torch.randn(2, 2, 3, 4)
+    kept = ENCODED.bool()
+    assert relative_square_error(own, other, batch) == relative_square_error(own[kept], other[kept], None)
+
+
 class _WithHiddenStates(nn.Module):
     """A model that returns hidden states where it is asked for them, as those of transformers do."""
 

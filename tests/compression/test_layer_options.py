@@ -45,6 +45,14 @@ def test_what_costs_as_much_as_dense_is_no_option() -> None:
     assert [(c.structure, c.cost_after) for c in found] == [("dense", 864), ("low_rank(rank=14)", 840)]
 
 
+def test_a_layer_that_cannot_be_compared_is_named() -> None:
+    model = net()
+    with torch.no_grad():
+        model.q.weight[0, 0] = float("nan")
+    with pytest.raises(bt.ShapeError, match=r"^q: project needs finite numbers, but the weight holds NaN or infinity"):
+        bt.curves(model, candidates=["low_rank(rank=1)"])
+
+
 def test_members_before_one_that_fails_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     original, drafted = layer_options.draft, list[str]()
 

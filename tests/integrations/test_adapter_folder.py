@@ -189,6 +189,57 @@ def test_shared_and_packed_parameters_that_are_trained(tmp_path: Path) -> None:
     torch.testing.assert_close(plain(x), layer(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        ("linear1", {"train": ["linear1.bias"], "split": {"linear1": 2}}),
+        ("*.q_proj", {"train": ["*.in_proj_bias", "*.in_proj_weight"]}),
+    ],
+)
+def test_what_replaced_parameters_become_is_saved(layers: str, options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()
+    plain, x = copy.deepcopy(layer), torch.randn(2, 5, 16)
+    trained = bt.adapt_(layer, {layers: "btt"}, **options).params_trained
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * parameter.requires_grad)
+    bt.save_adapter(layer, tmp_path / "a")
+    report = bt.load_adapter_(plain, tmp_path / "a")
+    assert report is not None
+    assert report.params_trained == trained
+    torch.testing.assert_close(plain(x), layer(x), rtol=0, atol=0)
+
+
+def test_blocks_that_share_a_buffer(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self, table: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("table", table)
+            self.register_buffer("start", table[:3])
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix(x * self.table) + self.start.sum()
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        table = torch.randn(8)
+        return nn.Sequential(Block(table), Block(table), nn.Linear(8, 4))
+
+    saved, loaded, x = model(), model(), torch.randn(3, 8)
+    bt.adapt_(saved, "btt")
+    with torch.no_grad():
+        saved[0].table.mul_(2)
+        saved[0].mix.factors["btt_L"].add_(0.1)
+    bt.save_adapter(saved, tmp_path / "a")
+    bt.load_adapter_(loaded, tmp_path / "a")
+    assert torch.equal(loaded[0].table, saved[0].table)
+    assert torch.equal(loaded[1].start, saved[1].start)
+    assert torch.equal(loaded(x), saved(x))
+    assert loaded[0].table.data_ptr() == loaded[1].table.data_ptr(), "they still share it"
+
+
 def test_checksums_notice_any_change_and_names_are_those_without_adapters() -> None:
     values = torch.randn(40, 30)
     digits = checksum(values)

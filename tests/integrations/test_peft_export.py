@@ -106,3 +106,22 @@ def test_what_a_lora_cannot_hold_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         next(p for p in broken.parameters() if p.requires_grad).fill_(float("inf"))
     refused(broken, "not finite")
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(8), nn.SyncBatchNorm(8), nn.InstanceNorm1d(8, track_running_stats=True)]
+)
+def test_running_statistics_are_refused(norm: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 2))
+    bt.adapt_(model, {"0": "btt"})
+    with pytest.raises(bt.PlanError, match=r"^1 has running statistics, which .* does not hold: merge_ the model"):
+        hf.export_lora(model, tmp_path / "lora", 2)
+    assert not (tmp_path / "lora").exists()
+    norm.momentum = 0.0
+    assert len(hf.export_lora(model, tmp_path / "lora", 2).rows) == 1
+
+
+def test_a_norm_without_running_statistics_is_exported(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 2))
+    bt.adapt_(model, {"0": "btt"})
+    assert len(hf.export_lora(model, tmp_path / "lora", 2).rows) == 1

@@ -41,6 +41,37 @@ def test_saved_and_loaded(structure: bt.Structure | None, tmp_path: Path) -> Non
     assert len(plan["layers"]) == len(bt.Plan.of(model).entries)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_is_loaded_in_the_dtype_of_its_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = vit()
+    bt.replace_(model, bt.LowRank(rank=4))
+    vision.save(model.to(dtype), tmp_path / "m", **ARGS)
+    loaded = vision.load(tmp_path / "m")
+    assert {t.dtype for t in loaded.state_dict().values()} == {dtype}
+    assert all(torch.equal(t, loaded.state_dict()[n]) for n, t in model.state_dict().items())
+    assert torch.equal(loaded(X.to(dtype)), model(X.to(dtype)))
+    wide = vision.load(tmp_path / "m", dtype=torch.float32)
+    assert {t.dtype for t in wide.state_dict().values()} == {torch.float32}
+    with pytest.raises(bt.PlanError, match=r"floating-point dtype .* got torch\.int8"):
+        vision.load(tmp_path / "m", dtype=torch.int8)
+
+
+def test_weights_of_several_dtypes_keep_theirs(tmp_path: Path) -> None:
+    model = vit().bfloat16()
+    model.head.float()
+    vision.save(model, tmp_path / "m", **ARGS)
+    loaded = vision.load(tmp_path / "m")
+    assert {n: p.dtype for n, p in loaded.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}
+
+
+def test_integers_stay_integers(tmp_path: Path) -> None:
+    model = timm.create_model("resnet10t", num_classes=3).bfloat16().eval()
+    vision.save(model, tmp_path / "m")
+    loaded = vision.load(tmp_path / "m")
+    assert {n: t.dtype for n, t in loaded.state_dict().items()} == {n: t.dtype for n, t in model.state_dict().items()}
+    assert torch.int64 in {t.dtype for t in loaded.state_dict().values()}
+
+
 def test_a_folder_of_timm_itself_has_no_plan(tmp_path: Path) -> None:
     model = vit()
     timm.models.save_for_hf(model, str(tmp_path / "m"), model_args=ARGS, safe_serialization=True)

@@ -61,6 +61,8 @@ def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     jobs["placements"] = (parallel_worker.placements, ("monarch(blocks=4)",))
     for number, case in enumerate(REFUSED):
         jobs[f"refused {number}"] = (parallel_worker.refusal, case[:-1])
+    for style in ("column", "row"):
+        jobs[f"tied {style}"] = (parallel_worker.tied, (style,))
     jobs["torch's own"] = (parallel_worker.torchs_own, ("column",))
     return distributed_worker.run(jobs, tmp_path_factory.mktemp("processes"))
 
@@ -129,6 +131,17 @@ def test_factors_are_divided_where_their_parts_are_contiguous(results: dict[str,
 def test_layers_that_do_not_divide_are_refused_unchanged(results: dict[str, list[Any]], number: int) -> None:
     for message in results[f"refused {number}"]:
         assert re.search(REFUSED[number][-1], message), message
+
+
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_layers_that_share_factors_are_refused_unchanged(results: dict[str, list[Any]], style: str) -> None:
+    for found in results[f"tied {style}"]:
+        assert isinstance(found, list), found
+        refused, *after = found
+        assert re.match(r"btt\(rank=2\) 16 -> 64 shares its factors with another module.*untie it first", refused), (
+            found
+        )
+        assert after == ["still tied: True", "divided: True"]
 
 
 def test_torchs_own_style_refuses_a_structured_layer(results: dict[str, list[Any]]) -> None:

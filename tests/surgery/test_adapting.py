@@ -161,6 +161,93 @@ def test_a_dry_run_changes_nothing() -> None:
     assert "trained: " in str(planned)
 
 
+def encoder_layer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 4))
+
+
+def other_sizes() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"attn": nn.MultiheadAttention(16, 2, kdim=12, vdim=10)})
+
+
+QKV_BIASES = {f"0.self_attn.{n}_proj.bias" for n in "qkv"}
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "expected"),
+    [
+        (mlp, {"plan": {"0": "btt"}, "train": ["0.bias"]}, {"0.bias"}),
+        (
+            mlp,
+            {"plan": {"0": "low_rank(rank=1)"}, "train": ["0.bias"], "split": {"0": (6, 12)}},
+            {"0.parts.0.bias", "0.parts.1.bias"},
+        ),
+        (
+            mlp,
+            {"plan": {"0": "low_rank(rank=1)"}, "train": ["*.1.bias"], "split": {"0": (6, 12)}},
+            {"0.parts.1.bias"},
+        ),
+        (encoder_layer, {"plan": {"*.q_proj": "btt"}, "train": ["*.in_proj_bias"]}, QKV_BIASES),
+        (
+            encoder_layer,
+            {"plan": {"*.q_proj": "btt"}, "train": ["*.q_proj.bias", "*.v_proj.weight"]},
+            {"0.self_attn.q_proj.bias", "0.self_attn.v_proj.weight"},
+        ),
+        (
+            encoder_layer,
+            {"plan": {"*.q_proj": "btt"}, "train": ["*.in_proj_weight"]},
+            {"0.self_attn.k_proj.weight", "0.self_attn.v_proj.weight"},
+        ),
+        (
+            encoder_layer,
+            {"plan": {"*.out_proj": "btt"}, "train": ["*.self_attn.*"]},
+            QKV_BIASES | {f"0.self_attn.{n}_proj.weight" for n in "qkv"} | {"0.self_attn.out_proj.bias"},
+        ),
+        (
+            encoder_layer,
+            {"plan": {"*.[qk]_proj": "low_rank(rank=1)"}, "train": ["*.in_proj_bias"], "split": {"*.k_proj": 2}},
+            QKV_BIASES - {"0.self_attn.k_proj.bias"} | {f"0.self_attn.k_proj.parts.{i}.bias" for i in (0, 1)},
+        ),
+        (
+            other_sizes,
+            {"plan": {"*.q_proj": "btt"}, "train": ["*.k_proj_weight", "*.in_proj_bias"]},
+            {"attn.k_proj.weight"} | {f"attn.{n}_proj.bias" for n in "qkv"},
+        ),
+    ],
+)
+def test_what_replaced_parameters_become_is_trained_and_counted(
+    build: Callable[[], nn.Module], options: dict[str, Any], expected: set[str]
+) -> None:
+    model = build()
+    planned = bt.adapt_(model, **options, dry_run=True)
+    report = bt.adapt_(model, **options)
+    assert {name for name in trained(model) if ".factors." not in name} == expected
+    assert report.params_trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert planned.params_trained == report.params_trained
+
+
+def test_a_layer_with_two_names_trains_what_its_parameters_become() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(12, 12)
+            self.b = self.a
+
+    for glob in ("a.bias", "b.bias"):
+        model = Twice()
+        report = bt.adapt_(model, {"a": "low_rank(rank=1)"}, train=[glob], split={"a": 2})
+        assert report.params_trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert {"a.parts.0.bias", "a.parts.1.bias"} <= trained(model)
+
+
+def test_a_packed_weight_of_adapted_projections_is_refused() -> None:
+    model = encoder_layer()
+    with pytest.raises(bt.PlanError, match=r"outside of the adapted weights matches '\*\.in_proj_weight'"):
+        bt.adapt_(model, {"*.[qkv]_proj": "btt"}, train=["*.in_proj_weight"])
+    assert type(model[0].self_attn) is nn.MultiheadAttention
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,14 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from buttress.compression.running import mask_of
+from buttress.compression.running import IGNORED, decoder_mask_of, has_decoder_inputs, mask_of
 from buttress.errors import ButtressError, PlanError
 
 Loss = Callable[[Any, Any, Any], Tensor]
 """A function of the model's output, the teacher's output and the batch, to a scalar."""
-
-IGNORED = -100
-"""Target of a token that does not count, as torch has it."""
 
 HIDDEN_STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 """What transformers returns with `output_hidden_states=True`: the inputs of all blocks, and the result of the last."""
@@ -31,12 +28,13 @@ def distance(output: Any, reference: Any, batch: Any) -> Tensor:
         output: Output of the model: a tensor, a tuple that starts with one, or an object with `logits` or
             `last_hidden_state`.
         reference: Output of the teacher.
-        batch: The batch; tokens outside its "attention_mask" are padding.
+        batch: The batch; tokens outside its "attention_mask" are padding, and for outputs of a decoder next to an
+            encoder those outside its "decoder_attention_mask".
 
     Returns:
         A scalar.
     """
-    own, reference_tensor = _unmasked(output, reference, batch)
+    own, reference_tensor = _unmasked(output_tensor(output), output_tensor(reference), _mask_of_output(output, batch))
     # A single number is a score, and an image of numbers has its classes elsewhere: no distribution over the last axis.
     if not gives_logits(output) or own.shape[-1] == 1 or own.dim() > 3:
         return relative_square_error(output, reference, batch)
@@ -46,8 +44,7 @@ def distance(output: Any, reference: Any, batch: Any) -> Tensor:
 
 def relative_square_error(output: Any, reference: Any, batch: Any) -> Tensor:
     """The mean square of the difference of two outputs, divided by that of the second; arguments as for `distance`."""
-    own, reference_tensor = _unmasked(output, reference, batch)
-    return (own - reference_tensor).float().square().mean() / reference_tensor.float().square().mean()
+    return _relative_square_error(output_tensor(output), output_tensor(reference), _mask_of_output(output, batch))
 
 
 def hidden_state_distance(output: Any, reference: Any, batch: Any) -> Tensor:
@@ -57,7 +54,7 @@ def hidden_state_distance(output: Any, reference: Any, batch: Any) -> Tensor:
         output: Output of the model, with tuples of `hidden_states` or those of an encoder and a decoder. What enters
             the first block is left out.
         reference: Output of the teacher.
-        batch: The batch; tokens outside its "attention_mask" are padding.
+        batch: The batch; padding is as for `distance`, with the "attention_mask" for the states of an encoder.
 
     Returns:
         A scalar.
@@ -66,14 +63,18 @@ def hidden_state_distance(output: Any, reference: Any, batch: Any) -> Tensor:
         ButtressError: If there are none, or one output has more of them.
     """
     own, others = (
-        [state for name in HIDDEN_STATES for state in (getattr(o, name, None) or ())[1:]] for o in (output, reference)
+        [(n, s) for n in HIDDEN_STATES for s in (getattr(o, n, None) or ())[1:]] for o in (output, reference)
     )
     if not own or len(own) != len(others):
         raise ButtressError(
             f"there are {len(own)} hidden states to compare with {len(others)} of the teacher: let `run` return those "
             "of as many blocks of both models, or heal with hidden=0"
         )
-    errors = [relative_square_error(state, other, batch) for state, other in zip(own, others, strict=True)]
+    encoder_mask, mask = mask_of(batch), _mask_of_output(output, batch)
+    errors = [
+        _relative_square_error(state, other, encoder_mask if name.startswith("encoder") else mask)
+        for (name, state), (_, other) in zip(own, others, strict=True)
+    ]
     return torch.stack(errors).mean()
 
 
@@ -83,10 +84,19 @@ def distance_for(model: nn.Module) -> Loss:
     return relative_square_error if problem in ("regression", "multi_label_classification") else distance
 
 
-def _unmasked(output: Any, reference: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Both outputs as tensors, at the tokens that the batch's mask keeps."""
-    own, other = output_tensor(output), output_tensor(reference)
-    mask = mask_of(batch)
+def _mask_of_output(output: Any, batch: Any) -> Tensor | None:
+    """The mask of the tokens of a model's output: in an encoder-decoder, those of the decoder."""
+    by_decoder = has_decoder_inputs(batch) or getattr(output, "encoder_last_hidden_state", None) is not None
+    return decoder_mask_of(batch) if by_decoder else mask_of(batch)
+
+
+def _relative_square_error(own: Tensor, other: Tensor, mask: Tensor | None) -> Tensor:
+    own, other = _unmasked(own, other, mask)
+    return (own - other).float().square().mean() / other.float().square().mean()
+
+
+def _unmasked(own: Tensor, other: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both tensors, at the tokens that a mask of their shape keeps."""
     if mask is not None and own.dim() > mask.dim() and mask.shape == own.shape[: mask.dim()]:
         return own[mask.bool()], other[mask.bool()]
     return own, other

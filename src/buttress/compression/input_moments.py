@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from buttress.compression.observing import observable
-from buttress.compression.running import call, evaluating, mask_of
+from buttress.compression.running import EncoderStates, call, decoder_mask_of, evaluating, mask_of
 from buttress.errors import PlanError
 from buttress.inspection.hooks import removing
 from buttress.inspection.names import first_match
@@ -64,7 +64,8 @@ def moments(
         layers: Globs of layer names. A 1 × 1 convolution is measured only by a glob that ends in its own name.
         run: Called as `run(model, batch)`, for batches that have to be passed in another way.
         weigh: Called as `weigh(batch)`: a weight per token, such as an attention mask, or None. It applies to layers
-            whose inputs have its shape. Default: a mapping's "attention_mask".
+            whose inputs have its shape. Default: a mapping's "attention_mask"; in an encoder-decoder of transformers,
+            for layers that read the decoder's tokens, its "decoder_attention_mask", or all tokens if it has none.
 
     Shape:
         Each result: (d_in, d_in), in float32; d_in is the number of input channels of a convolution.
@@ -117,9 +118,15 @@ def moments_of(
         As for `moments`; empty if no batch reached any of the layers.
     """
     sums = MomentSums() if sums is None else sums
-    with evaluating(model), observable(selected.values()) as modules, removing(*sums.hooks(modules, selected)):
+    sums.encoder = EncoderStates.of(model)
+    with (
+        evaluating(model),
+        observable(selected.values()) as modules,
+        removing(*sums.hooks(modules, selected), *(sums.encoder.hooks() if sums.encoder else ())),
+    ):
         for batch in batches:
             sums.weights = (weigh or mask_of)(batch)
+            sums.decoder_weights = sums.weights if weigh else decoder_mask_of(batch)
             (run or call)(model, batch)
             sums.end_batch()
             if is_enough is not None and is_enough(sums):
@@ -146,6 +153,10 @@ class MomentSums:
     ) -> None:
         self.weights: Tensor | None = None
         """Weights of the current batch's tokens."""
+        self.decoder_weights: Tensor | None = None
+        """Weights of those that a decoder reads, if the model has an encoder, too."""
+        self.encoder: EncoderStates | None = None
+        """Tells the tokens of an encoder from those of a decoder, if the model has both."""
         self.sums, self.tokens, self.batches = dict(sums or {}), dict(tokens or {}), batches
         # Moments of the current batch by input tensor, which q, k and v share. The tensor is kept alive, so that no
         # other tensor gets its id.
@@ -163,6 +174,8 @@ class MomentSums:
     def end_batch(self) -> None:
         """Release the batch's inputs."""
         self._by_input.clear()
+        if self.encoder is not None:
+            self.encoder.end_batch()
         self.batches += 1
 
     def fewest_tokens_per_input(self, names: Iterable[str]) -> float:
@@ -171,7 +184,8 @@ class MomentSums:
 
     def means(self) -> dict[str, Tensor]:
         """The moments of the layers that at least one token reached."""
-        return {name: total / self.tokens[name] for name, total in self.sums.items() if self.tokens[name] > 0}
+        with torch.inference_mode(False):
+            return {name: total / self.tokens[name] for name, total in self.sums.items() if self.tokens[name] > 0}
 
     def _hook(
         self, name: str, stride: tuple[int, ...]
@@ -182,22 +196,30 @@ class MomentSums:
                 raise PlanError(
                     f"{name} was called with {type(x).__name__} instead of a tensor: leave it out of layers"
                 )
-            total, count = self._moments_of(x, stride)
-            self.sums[name] = self.sums[name] + total if name in self.sums else total.clone()
+            # The model may run in inference mode, but what is kept is also used outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                total, count = self._moments_of(x, stride)
+                self.sums[name] = self.sums[name] + total if name in self.sums else total.clone()
             self.tokens[name] = self.tokens.get(name, 0.0) + count
 
         return hook
 
     def _moments_of(self, x: Tensor, stride: tuple[int, ...]) -> tuple[Tensor, float]:
         """Sum of x x^T over the tokens of an input, or over the positions of a convolution, and their total weight."""
+        if x.is_inference():  # it does not count its changes in place, so it cannot be recognized
+            return self._computed(x, stride)
         key = id(x), x._version, stride
         if key not in self._by_input:
-            channel_axis = -len(stride) - 1
-            rows = computed_positions(x.detach(), stride).reshape(-1, x.shape[channel_axis]).float()
-            count = float(len(rows))
-            if self.weights is not None and self.weights.shape == x.select(channel_axis, 0).shape:
-                weights = computed_positions(self.weights.unsqueeze(channel_axis), stride).reshape(-1, 1).to(rows)
-                rows, count = rows * weights.sqrt(), float(weights.sum())
-            self._by_input[key] = x, rows.mT @ rows, count
+            self._by_input[key] = x, *self._computed(x, stride)
         _, total, count = self._by_input[key]
         return total, count
+
+    def _computed(self, x: Tensor, stride: tuple[int, ...]) -> tuple[Tensor, float]:
+        channel_axis = -len(stride) - 1
+        rows = computed_positions(x.detach(), stride).reshape(-1, x.shape[channel_axis]).float()
+        given = self.weights if self.encoder is None or self.encoder.include(x) else self.decoder_weights
+        if given is None or given.shape != x.select(channel_axis, 0).shape:
+            return rows.mT @ rows, float(len(rows))
+        weights = computed_positions(given.unsqueeze(channel_axis), stride).reshape(-1, 1).to(rows)
+        rows = rows * weights.sqrt()
+        return rows.mT @ rows, float(weights.sum())

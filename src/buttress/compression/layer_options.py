@@ -162,6 +162,9 @@ class LayerOptions:
         moments: Second moments of its input; None to compare by the weights alone.
         price: The cost of a structure.
         projections: Where to keep projections, so that they need not be computed again.
+
+    Raises:
+        ShapeError: If the weight is not finite, or the moments do not fit it; the error names the layer.
     """
 
     def __init__(
@@ -170,7 +173,10 @@ class LayerOptions:
         linear = site.read()
         self.name, self.price, self.projections = site.name, price, projections
         self.sizes = linear.in_features, linear.out_features
-        self.target = Target.of(linear.weight, moments)
+        try:
+            self.target = Target.of(linear.weight, moments)
+        except ButtressError as error:
+            raise type(error)(f"{site.name}: {error}") from error
         dense = price(None, *self.sizes)
         self.choices = [Choice(site.name, DENSE, dense, dense, 0.0)]
         self.refused: dict[str, str] = {}

@@ -260,7 +260,7 @@ class TimmFolder(ModelFolder):
     def load(self) -> None:
         from buttress.integrations import timm as vision
 
-        self.model = vision.load(self.source, self.device)
+        self.model = vision.load(self.source, self.device, dtype=torch.float32)  # the dtype of the images
         self.model_args = vision.model_args(self.source)
 
     def open_data(self, batch: int, length: int) -> CalibrationData:

@@ -46,8 +46,8 @@ def observable(sites: Iterable[Site]) -> Iterator[dict[str, nn.Module]]:
     try:
         for attention, projected in attentions.values():
             vars(attention)["forward"] = projected.forward  # hooks of the attention itself still run
-        if attentions:
-            torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights and calls no attention
+        # It reads the weights and calls no attention; with padding, other layers get nested tensors.
+        torch.backends.mha.set_fastpath_enabled(False)
         yield by_name
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from buttress.inspection.sites import check_not_wrapped, find_sites
 from buttress.integrations.base_checksums import base_tensors, checksum, is_adapted
 from buttress.integrations.missing import FAILURES, import_failure
 from buttress.surgery import AdapterReport, Plan, PlanEntry
-from buttress.surgery.adapting import adapt_entries, freeze
+from buttress.surgery.adapting import adapt_entries, count_trained, freeze
 from buttress.surgery.entry import entries_of, plan_data
 from buttress.surgery.replacement import AdapterStart
 
@@ -80,11 +80,21 @@ def save_adapter(model: nn.Module, folder: Path | str) -> Path:
         "buffers": list(buffers),
         "base": base,
     }
-    tensors = {name: t.detach().cpu().contiguous() for name, t in (factors | trained | buffers).items()}
+    tensors = _apart({name: t.detach().cpu().contiguous() for name, t in (factors | trained | buffers).items()})
     with new_folder(folder) as part:
         (part / DESCRIPTION_FILE).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         safetensors.save_file(tensors, part / WEIGHTS_FILE)
     return Path(folder)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of which no two share memory, as safetensors needs it; blocks can share a buffer, such as a table."""
+    apart, storages = {}, set[int]()
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if address in storages else tensor
+        storages.add(address)
+    return apart
 
 
 def load_adapter_(model: nn.Module, folder: Path | str, *, strict: bool = True) -> AdapterReport | None:
@@ -129,7 +139,7 @@ def load_adapter_(model: nn.Module, folder: Path | str, *, strict: bool = True) 
         report = adapt_entries(model, saved.plan.entries, sites, AdapterStart(drawn=False))
     _assign(model, tensors)
     freeze(model, {id(p) for n, p in parameters(model).items() if n in saved.parameters}, ())
-    return report
+    return None if report is None else replace(report, params_trained=count_trained(model))
 
 
 @dataclass(frozen=True)

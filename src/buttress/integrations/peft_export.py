@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from buttress.errors import PlanError
 from buttress.files import new_folder
@@ -90,7 +91,8 @@ def export_lora(model: nn.Module, folder: Path | str, rank: int, *, task_type: s
 
     Raises:
         PlanError: If the model has no adapters, trains what a LoRA cannot hold (other parameters, embeddings,
-            convolutions, projections of nn.MultiheadAttention), or the rank is not an integer >= 1.
+            convolutions, projections of nn.MultiheadAttention, running statistics of batch normalization), or the rank
+            is not an integer >= 1.
 
     Example:
         >>> print(hf.export_lora(model, "lora", rank=16))
@@ -128,7 +130,21 @@ def _checked_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, parameter in parameters(model).items():
         if parameter.requires_grad and id(parameter) not in held:
             raise PlanError(f"{name} is trained too, which a LoRA does not hold: merge_ the model and save it whole")
+    for name, module in unique_modules(model):
+        if _follows_statistics(module):
+            raise PlanError(
+                f"{name} has running statistics, which training changes and a LoRA does not hold: merge_ the model and "
+                "save it whole; if they are those of the original model, set the module's momentum to 0 first"
+            )
     return layers
+
+
+def _follows_statistics(module: nn.Module) -> bool:
+    """Whether a module updates running statistics in training; they stay as they are if its momentum is 0.
+
+    Nothing says what they were before training, so they count as changed.
+    """
+    return isinstance(module, _NormBase) and module.running_mean is not None and module.momentum != 0
 
 
 def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,6 +9,7 @@ data: nothing is unpickled, opened elsewhere or downloaded, and sizes are compar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ try:
     from timm.models import save_for_hf
 
     from buttress.integrations.timm_config import TimmConfig, checked_arguments
-    from buttress.integrations.weight_headers import Shapes, limited_parameters, saved_shapes
+    from buttress.integrations.weight_headers import Shapes, limited_parameters, saved_dtypes, saved_shapes
 except FAILURES as error:
     raise import_failure("buttress.vision", "timm", error) from error
 
@@ -110,7 +111,7 @@ def model_args(folder: Path) -> dict[str, Any]:
     return TimmConfig.read(Path(folder)).arguments
 
 
-def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
+def load(folder: Path | str, device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None) -> nn.Module:
     """Load the model in a timm folder, structured or not.
 
     The model is built without memory first, and compared with the names and shapes in the weight file. Only then are
@@ -119,25 +120,44 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> nn.Module:
     Args:
         folder: A folder that `save` or timm has written.
         device: Device of the model.
+        dtype: Data type of all floating-point weights. Default: the one that each has in the file.
 
     Returns:
         The model, in eval mode.
 
     Raises:
-        PlanError: If the folder does not hold a timm model in safetensors, or config, plan and weights do not belong
-            together.
+        PlanError: If the folder does not hold a timm model in safetensors, config, plan and weights do not belong
+            together, or `dtype` is not a floating-point type.
 
     Example:
         >>> model = buttress.vision.load("small")
+        >>> model = buttress.vision.load("small", dtype=torch.float32)
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise PlanError(f"dtype must be a floating-point dtype such as torch.float32, got {dtype!r}")
     source = Path(folder)
     try:
         config, plan, shapes = _checked(source)
     except ButtressError as error:
         raise PlanError(f"{source} does not hold a timm model that can be loaded: {error}") from error
     model = _built(config, plan, shapes)
+    if dtype is None:
+        _cast(model, saved_dtypes([source / WEIGHTS_FILE]))
+    else:
+        model.to(dtype)
     model.load_state_dict(load_file(source / WEIGHTS_FILE))
     return model.to(device).eval()
+
+
+def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give a model the data types of its file; what the file does not hold, such as a table, gets the commonest."""
+    floating = {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+    if not floating:
+        return
+    model.to(Counter(floating.values()).most_common(1)[0][0])
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in floating and tensor.is_floating_point():
+            tensor.data = tensor.data.to(floating[name])
 
 
 def _checked(source: Path) -> tuple[TimmConfig, Plan | None, Shapes]:

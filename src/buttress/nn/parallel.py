@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +31,8 @@ class ColumnParallel(ColwiseParallel):
         use_local_output: Whether the output is a plain tensor.
 
     Raises:
-        StructureError: When it is applied to a structured layer that cannot be divided.
+        StructureError: When it is applied to a structured layer that cannot be divided, or that shares its factors
+            with another module.
 
     Example:
         >>> parallelize_module(block, mesh, {"up": ColumnParallel(), "down": RowParallel()})
@@ -52,7 +56,8 @@ class RowParallel(RowwiseParallel):
         use_local_output: Whether the output is a plain tensor.
 
     Raises:
-        StructureError: When it is applied to a structured layer that cannot be divided.
+        StructureError: When it is applied to a structured layer that cannot be divided, or that shares its factors
+            with another module.
 
     Example:
         >>> parallelize_module(block, mesh, {"up": ColumnParallel(), "down": RowParallel()})
@@ -79,6 +84,12 @@ def _distributed(
             f"{processes} processes: {error}. Choose another structure, split or number of processes, or leave the "
             "layer out"
         ) from None
+    if _is_tied(module):
+        raise StructureError(
+            f"{module.structure} {module.in_features} -> {module.out_features} shares its factors with another module, "
+            "such as an embedding, and divided factors could not be shared: leave the layer out, or untie it first by "
+            "a copy (model.head = copy.deepcopy(model.head))"
+        )
     ops.prepare(own.chain)
 
     def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
@@ -104,6 +115,36 @@ def _distributed(
         return y.to_local() if style.use_local_output else y
 
     return distribute_module(module, mesh, None, placed_input, placed_output)
+
+
+def _is_tied(layer: StructuredLinear) -> bool:
+    """Whether another module holds a factor or gain of a layer.
+
+    A style receives one layer and not the model, so what refers to a parameter is looked up among all objects. That
+    takes long, and is left out where nothing but the layer itself refers to it.
+    """
+    alone = _references(nn.ParameterDict({"p": nn.Parameter(torch.empty(0))}), "p")
+    held = [(d, name) for d in (layer.factors, layer.gains) for name in d]
+    suspects = [d[name] for d, name in held if _references(d, name) > alone]
+    own = {id(layer.factors._parameters), id(layer.gains._parameters)}
+    return bool(suspects) and any(
+        id(found) not in own and _is_of_a_module(found) for found in _dicts(gc.get_referrers(*suspects))
+    )
+
+
+def _references(held: nn.ParameterDict, name: str) -> int:
+    return sys.getrefcount(held[name])
+
+
+def _dicts(objects: list[Any]) -> Iterator[dict[str, Any]]:
+    return (found for found in objects if type(found) is dict)
+
+
+def _is_of_a_module(parameters: dict[str, Any]) -> bool:
+    """Whether a dict is where a module keeps its parameters, and not one of a caller's."""
+    referrers = gc.get_referrers(parameters)
+    attributes = [*_dicts(referrers), *(vars(found) for found in referrers if isinstance(found, nn.Module))]
+    return any(found.get("_parameters") is parameters for found in attributes)
 
 
 def _placement(division: Division | None) -> Placement:

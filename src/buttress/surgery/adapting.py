@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,8 +10,9 @@ from torch import nn
 
 from buttress.core.structures import adapter
 from buttress.errors import PlanError
-from buttress.inspection.names import first_match, join, parameters
+from buttress.inspection.names import first_match, join, last_part, modules, parameters
 from buttress.inspection.sites import Site, check_not_wrapped, find_sites
+from buttress.nn.attention import PROJECTIONS
 from buttress.surgery.choosing import Split, StructureLike, select
 from buttress.surgery.entry import PlanEntry
 from buttress.surgery.exchange import apply_entries
@@ -62,7 +63,9 @@ def adapt_(
         model: The model to change. All of its parameters are frozen but those of adapters.
         plan: A Structure, or its text, for every linear layer but the output head; or an ordered mapping of name globs
             to a Structure, its text, or None for layers without adapter, where the first match wins. LowRank is LoRA.
-        train: Globs over names of other parameters that are trained as well, such as "classifier.*" or "*.bias".
+        train: Globs over names of other parameters that are trained as well, such as "classifier.*" or "*.bias", by
+            the names that they have before or after. What a bias becomes is trained, such as those of the parts of a
+            split layer. Of a packed weight of nn.MultiheadAttention, the projections without an adapter are trained.
         split: Globs of fused layers whose parts get adapters of their own: {"*.c_attn": 3}. Their weights are copied.
         dtype: Data type of the trained factors. Default: the weight's own, but float32 where that has 16 bits, because
             small steps would be rounded away; the adapter is then computed in float32, and its result rounded.
@@ -118,11 +121,14 @@ def adapt_entries(
     """
     # An adapter never starts at zero as a whole, whatever its weight is.
     entries = [replace(e, zero_init=(False,) * len(e.split or (0,))) for e in entries]
-    others = {id(p): p for p in [*_adapter_parameters(model), *_also_trained(model, train, entries)]}
-    params_trained = _params_added(entries, sites) + count_parameters(others.values())
+    others = _also_trained(model, train, _successors(model, entries, sites))
+    adapters = {id(p): p for p in _adapter_parameters(model)}
+    kept_ids, new_names = adapters | {id(p): p for p in others.kept}, {*others.new}
+    params_trained = _params_added(entries, sites) + count_parameters(kept_ids.values()) + sum(others.new.values())
     report = apply_entries(model, entries, sites, Initialization(dry_run=dry_run, adapters=start), kept)
     if not dry_run:
-        freeze(model, others, train)
+        freeze(model, kept_ids, new_names)
+        params_trained = count_trained(model)
     return AdapterReport(**vars(report), params_trained=params_trained)
 
 
@@ -135,16 +141,91 @@ def _adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     return trained
 
 
-def _also_trained(model: nn.Module, train: Sequence[str], entries: Sequence[PlanEntry]) -> list[nn.Parameter]:
+Successors = dict[str, dict[str, int]]
+"""For each parameter that is replaced with its layer, by name: the names of what is trained instead, and its size."""
+
+
+def _successors(model: nn.Module, entries: Sequence[PlanEntry], sites: Mapping[str, Site]) -> Successors:
+    """What becomes of the parameters that adapters replace; nothing of a weight, which is frozen from then on."""
+    by_owner: dict[int, dict[str, PlanEntry]] = {}
+    for entry in entries:
+        by_owner.setdefault(id(sites[entry.name].owner), {})[last_part(entry.name)] = entry
+    # By module, because a layer has all of its names in the model, but only one in the plan.
+    replaced: dict[tuple[int, str], dict[str, int]] = {}
+    for entry in entries:
+        owner = sites[entry.name].owner
+        if isinstance(owner, nn.MultiheadAttention):
+            name = entry.name.rpartition(".")[0]
+            for (holder, key), names in _attention_successors(owner, name, by_owner[id(owner)]).items():
+                replaced[id(holder), key] = names
+        else:
+            replaced |= {(id(owner), key): names for key, names in _layer_successors(entry, owner).items()}
+    return {
+        join(name, key): replaced[id(module), key]
+        for name, module in modules(model)
+        for key, _ in module.named_parameters(recurse=False)
+        if (id(module), key) in replaced
+    }
+
+
+def _layer_successors(entry: PlanEntry, layer: nn.Module) -> Successors:
+    """The weight and, of a split layer, the bias; a bias in one piece stays the same Parameter."""
+    split = entry.split and layer._parameters.get("bias") is not None
+    return {"weight": {}} | ({"bias": _bias_names(entry.name, entry, sum(entry.split or ()))} if split else {})
+
+
+def _attention_successors(
+    attention: nn.MultiheadAttention, name: str, entries: Mapping[str, PlanEntry]
+) -> dict[tuple[nn.Module, str], dict[str, int]]:
+    """The packed weights and biases, which become those of the projections, and what an adapted out_proj replaces."""
+    replaced: dict[tuple[nn.Module, str], dict[str, int]] = {}
+    if (out := entries.get("out_proj")) is not None:
+        replaced |= {(attention.out_proj, key): n for key, n in _layer_successors(out, attention.out_proj).items()}
+    for projection in PROJECTIONS[:3]:
+        key = "in_proj_weight" if attention._qkv_same_embed_dim else f"{projection}_weight"
+        weight, packed_bias = attention._parameters[key], attention.in_proj_bias
+        assert weight is not None
+        left = {join(name, f"{projection}.weight"): attention.embed_dim * weight.shape[1]}
+        replaced.setdefault((attention, key), {}).update({} if projection in entries else left)
+        if packed_bias is not None:
+            names = _bias_names(join(name, projection), entries.get(projection), attention.embed_dim)
+            replaced.setdefault((attention, "in_proj_bias"), {}).update(names)
+    return replaced
+
+
+def _bias_names(name: str, entry: PlanEntry | None, size: int) -> dict[str, int]:
+    """The names of the bias of a layer, in parts where the layer is split, each with its size."""
+    if entry is None or not entry.split:
+        return {join(name, "bias"): size}
+    return {join(name, f"parts.{i}.bias"): part for i, part in enumerate(entry.split)}
+
+
+@dataclass(frozen=True)
+class _Others:
+    """Parameters that are trained besides those of adapters: what stays, and the names and sizes of what is new."""
+
+    kept: list[nn.Parameter]
+    new: dict[str, int]
+
+
+def _also_trained(model: nn.Module, train: Sequence[str], successors: Successors) -> _Others:
     """The parameters that globs select; the weight of an adapted layer cannot be one of them."""
     if isinstance(train, str):
         raise PlanError(f"train is a list of globs, got the text {train!r}: write [{train!r}]")
-    weights = {join(entry.name, "weight") for entry in entries}
-    trainable = {name: p for name, p in parameters(model).items() if name not in weights and p.is_floating_point()}
-    matches = first_match(dict.fromkeys(train, True), trainable)
-    for glob, reason in matches.unmatched.items():
+    bases = {id(layer.base) for _, layer in adapter_layers(model)}
+    every = {n: p for n, p in parameters(model).items() if p.is_floating_point() and id(p) not in bases}
+    kept = {name: p for name, p in every.items() if name not in successors}
+    replaced = {name: names for name, names in successors.items() if names and name in every}
+    new = {name: size for names in replaced.values() for name, size in names.items()}
+    selected = first_match(dict.fromkeys(train, True), {**kept, **replaced, **new})
+    for glob, reason in selected.unmatched.items():
         raise PlanError(f"train: no parameter outside of the adapted weights matches {glob!r}: {reason}")
-    return [trainable[name] for name in matches.values]
+    # By id: a shared parameter is selected by any of its names.
+    ids = {id(every[name]) for name in selected.values if name in every}
+    become = {n: size for old, names in replaced.items() if id(every[old]) in ids for n, size in names.items()}
+    return _Others(
+        [p for p in kept.values() if id(p) in ids], become | {n: new[n] for n in selected.values if n in new}
+    )
 
 
 def _params_added(entries: Sequence[PlanEntry], sites: Mapping[str, Site]) -> int:
@@ -157,18 +238,23 @@ def _params_added(entries: Sequence[PlanEntry], sites: Mapping[str, Site]) -> in
     return total
 
 
-def freeze(model: nn.Module, others: Container[int], train: Sequence[str]) -> None:
+def count_trained(model: nn.Module) -> int:
+    """Number of parameters that need a gradient, each counted once."""
+    return count_parameters(p for p in model.parameters() if p.requires_grad)
+
+
+def freeze(model: nn.Module, others: Container[int], names: Collection[str]) -> None:
     """Freeze all parameters of a model but those of adapters, and those that are trained as well.
 
     Args:
         model: The model, with its adapters in place.
         others: Ids of other parameters that are trained.
-        train: Globs over names of other parameters that are trained, for biases that were split with their layer.
+        names: Names of other parameters that are trained, for those that were created together with adapters.
     """
     adapters = set(map(id, _adapter_parameters(model)))
     bases = {id(layer.base) for _, layer in adapter_layers(model)}
     every = parameters(model)
-    named = first_match(dict.fromkeys(train, True), every).values
-    for name, p in every.items():
+    named = {id(every[name]) for name in names}
+    for p in every.values():
         if p.is_floating_point() and id(p) not in bases:
-            p.requires_grad_(id(p) in adapters or id(p) in others or name in named)
+            p.requires_grad_(id(p) in adapters or id(p) in others or id(p) in named)
