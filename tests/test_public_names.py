@@ -74,7 +74,7 @@ def test_signatures() -> None:
     ]  # fmt: skip
     assert names(bt.replace_)[:5] == ["model", "plan", "init", "normalize", "split"]
     assert names(bt.param_groups) == [
-        "model", "lr", "base", "weight_decay", "rule", "scale", "structure_aware",
+        "model", "lr", "base", "weight_decay", "rule", "scale", "adam_scale", "structure_aware",
     ]  # fmt: skip
     assert names(bt.explain) == names(bt.param_groups)
     assert names(bt.lr_multiplier) == ["factor", "chain", "rule"]

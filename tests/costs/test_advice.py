@@ -125,3 +125,16 @@ def test_calibrating_a_model_fills_the_table(monkeypatch: pytest.MonkeyPatch) ->
     kept = [r for r in speeds.table(torch.cuda.get_device_name()) if r.structure == "btt(rank=3)"]
     assert [(r.d_in, r.tokens, r.dtype) for r in kept] == [(512, 4096, "torch.bfloat16")]
     assert kept[0].tuning is not None
+
+
+@pytest.mark.parametrize("single", ["btt(rank=2)", bt.BTT(rank=2)], ids=repr)
+def test_a_single_candidate_is_a_list_of_one(single: bt.Structure | str) -> None:
+    advice = bt.advise(1024, 1024, 32768, device="NVIDIA H200", candidates=single)
+    assert [option.structure for option in advice.options] == ["btt(rank=2)"]
+
+
+def test_what_names_no_candidate() -> None:
+    with pytest.raises(bt.StructureError, match=r"'bt' is not a structure: there are .*; did you mean 'btt'"):
+        bt.advise(1024, 1024, 32768, device="NVIDIA H200", candidates="bt")
+    with pytest.raises(bt.StructureError, match=r"that is the class: write BTT\(\.\.\.\) for a structure"):
+        bt.advise(1024, 1024, 32768, device="NVIDIA H200", candidates=[bt.BTT])

@@ -1,6 +1,8 @@
 """cost(): against torch's own FLOP counter and against what autograd really saves."""
 
 import copy
+import logging
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -343,3 +345,27 @@ def test_inference_mode_does_not_hide_the_activations() -> None:
     with torch.inference_mode():
         inside = bt.cost(model, x).activation_bytes
     assert inside == bt.cost(model, x).activation_bytes > 0
+
+
+def test_a_wrong_shape_raises_torchs_error_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The logger is as before afterwards, and other threads log in the meantime."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)  # torch's loggers do not propagate
+    before = (log.level, list(log.filters))
+
+    class Logs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            thread = threading.Thread(target=log.error, args=("from elsewhere",), kwargs={"exc_info": ValueError()})
+            thread.start()
+            thread.join()
+            return x
+
+    try:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            bt.cost(nn.Sequential(Logs(), nn.Linear(8, 8)), torch.zeros(1, 9))
+        assert {r.getMessage() for r in caplog.records} == {"from elsewhere"}
+        assert (log.level, log.filters) == before
+        log.error("after", exc_info=ValueError())
+        assert caplog.records[-1].getMessage() == "after"
+    finally:
+        log.removeHandler(caplog.handler)

@@ -103,7 +103,7 @@ def test_a_scale_for_adam_needs_muon():
     model = Net(64, bt.BTT(rank=2))
     with pytest.raises(bt.RuleError, match=r"adam_scale is for what the rule 'muon' leaves to Adam, .*, or use scale"):
         bt.param_groups(model, LR, adam_scale=0.1)
-    with pytest.raises(bt.RuleError, match="adam_scale must be a number >= 0, got -1"):
+    with pytest.raises(bt.RuleError, match="adam_scale must be a finite number >= 0, got -1"):
         bt.param_groups(model, LR, rule="muon", adam_scale=-1)
 
 
@@ -120,7 +120,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_torch_optimizers_take_the_groups(name):
     model = mlp(64, bt.BTT(), normalize=True).double()
-    groups = bt.param_groups(model, LR, base=MLP(32), weight_decay=0.01)
+    rule = "sgd" if "SGD" in name else "adam"
+    groups = bt.param_groups(model, LR, base=MLP(32), weight_decay=0.01, rule=rule)
     expected = rates(model, groups)
     optimizer = OPTIMIZERS[name](groups)
     assert rates(model, optimizer.param_groups) == expected

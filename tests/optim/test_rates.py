@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -118,10 +119,40 @@ def test_unknown_rule(rule, hint):
         assert f"did you mean {hint!r}?" in str(caught.value)
 
 
-@pytest.mark.parametrize("lr", [-1e-3, float("nan")])
+@pytest.mark.parametrize("lr", [-1e-3, float("nan"), float("inf"), "1e-3", None, [1e-3], torch.zeros(2)])
 def test_impossible_rates(lr):
-    with pytest.raises(bt.RuleError, match="lr must be a number >= 0"):
-        bt.param_groups(MLP(16), lr)
+    for function in (bt.param_groups, bt.explain):
+        with pytest.raises(bt.RuleError, match=r"^lr must be a finite number >= 0, got"):
+            function(MLP(16), lr)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decay": -1}, "weight_decay must be a finite number >= 0, got -1"),
+        ({"weight_decay": "0.1"}, "weight_decay must be a finite number >= 0, got '0.1'"),
+        ({"scale": {"*": -1}}, r"scale of '\*' must be a finite number >= 0, got -1"),
+        ({"scale": {"*": "a"}}, r"scale of '\*' must be a finite number >= 0, got 'a'"),
+        ({"scale": {"*": float("inf")}}, r"scale of '\*' must be a finite number >= 0, got inf"),
+        ({"scale": 0.5}, "scale maps globs over parameter names to multipliers, got 0.5"),
+        ({"base": 256}, r"base must be a model, or {layer: d_in or \(d_in, d_out\)}, got 256"),
+        ({"base": {"up": "wide"}}, "base needs d_in or .* for 'up', integers >= 1, got 'wide'"),
+        ({"base": {"up": (1, 2, 3)}}, "base needs d_in or .* for 'up', integers >= 1, got "),
+        ({"base": {"up": 0}}, "base needs d_in or .* for 'up', integers >= 1, got 0"),
+    ],
+    ids=str,
+)
+def test_impossible_options(options, message):
+    for function in (bt.param_groups, bt.explain):
+        with pytest.raises(bt.RuleError, match=f"^{message}"):
+            function(MLP(16), LR, **options)
+
+
+def test_what_counts_as_a_number():
+    lr = torch.tensor(LR)
+    assert all(torch.is_tensor(g["lr"]) for g in bt.param_groups(MLP(16), lr))
+    assert bt.param_groups(MLP(16), np.float32(LR), weight_decay=np.float64(0.1), scale={"*": np.float32(2)})
+    assert all(g["lr"] == 0 for g in bt.param_groups(MLP(16), 0))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Projection: as near as the theory allows, exact where it can be, and clear where it cannot."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -239,8 +240,11 @@ def test_full_rank_is_exact_and_every_rank_better_than_none(kind: Any, cores: in
 # ---------------------------------------------------------------- chains of other people
 
 
+@dataclass(init=False, eq=False)
 class Declared(bt.Structure):
-    """A chain given as it is."""
+    """A chain given as it is; it is not registered, so that nothing else finds it."""
+
+    name = "declared"
 
     def __init__(self, **parts: Any) -> None:
         self.parts = parts
@@ -392,3 +396,13 @@ def test_a_gpu_finds_the_same(structure: bt.Structure) -> None:
         on_gpu = bt.project(structure, weight.cuda(), moments=None if moments is None else moments.cuda())
         assert {f.device.type for f in on_gpu.factors.values()} == {"cuda"}
         assert on_gpu.output_error == pytest.approx(on_cpu.output_error, rel=1e-3)
+
+
+def test_a_text_is_a_structure() -> None:
+    weight = torch.randn(12, 8)
+    by_text, by_structure = bt.project("btt(rank=2)", weight), bt.project(bt.BTT(rank=2), weight)
+    assert by_text.relative_error == by_structure.relative_error
+    with pytest.raises(bt.StructureError, match=r"that is the class: write BTT\(\.\.\.\)"):
+        bt.project(bt.BTT, weight)
+    with pytest.raises(bt.StructureError, match="did you mean 'btt'"):
+        bt.project("bt", weight)

@@ -189,8 +189,27 @@ def test_a_model_that_is_one_linear_layer_says_what_to_use() -> None:
 def test_replacing_everything_again_says_that_it_is_done() -> None:
     model = Net()
     bt.replace_(model, bt.BTT())
-    with pytest.raises(bt.PlanError, match=r"blocks\.0\.qkv.*structured already: densify_ the model first"):
+    layers = rf"nothing to replace: every replaceable layer \(blocks\.0\.qkv and {len(BODY) - 1} more\)"
+    with pytest.raises(bt.PlanError, match=f"{layers} is structured already: densify_ the model first"):
         bt.replace_(model, bt.BTT(rank=2))
+    bt.densify_(model)
+    bt.adapt_(model, bt.BTT())
+    for function in (bt.replace_, bt.adapt_):
+        with pytest.raises(bt.PlanError, match=f"{layers} has an adapter already: merge_ or unadapt_ the model first"):
+            function(model, bt.BTT(rank=2))
+
+
+def test_one_structured_layer_is_named_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    bt.replace_(model, bt.BTT())
+    with pytest.raises(bt.PlanError, match=r"every replaceable layer \(0\) is structured already: densify_"):
+        bt.replace_(model, bt.BTT())
+
+
+def test_parameters_in_place_of_the_model() -> None:
+    for function in (lambda ps: bt.replace_(ps, bt.BTT()), lambda ps: chosen_layers(ps, None)):
+        with pytest.raises(bt.PlanError, match=r"the first argument must be the model, an nn\.Module, got <generator"):
+            function(Net().parameters())
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,12 @@ def test_a_copy_still_knows_the_class_that_it_stands_for(pickled: bool, split: d
     assert type(twin[0]) is kind
     assert twin[0].weight.shape == (16, 32)
     torch.testing.assert_close(twin(x), outputs)
+
+
+@pytest.mark.parametrize(
+    "function", [bt.densify_, bt.merge_, bt.unadapt_, bt.fuse_, bt.quantize_], ids=lambda f: f.__name__
+)
+def test_parameters_in_place_of_the_model_are_refused(function):
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(bt.PlanError, match="the first argument must be the model"):
+        function(model.parameters())

@@ -236,6 +236,12 @@ class TestReport:
 
 
 class TestRefusals:
+    def test_a_class_in_place_of_a_structure_says_what_to_write(self) -> None:
+        model = nn.Sequential(bt.StructuredLinear(8, 8, bt.BTT()))
+        for plan in (bt.BTT, {"0": bt.BTT}):
+            with pytest.raises(bt.PlanError, match=r"that is the class: write BTT\(\.\.\.\) for a structure"):
+                bt.grow_(model, plan)
+
     @pytest.mark.parametrize(
         ("plan", "message"),
         [

@@ -30,7 +30,8 @@ def test_all_layers_but_the_head() -> None:
     report = bt.quantize_(model)
     assert report.layers == ("0", "1", "3")
     assert report.left == ("4",)
-    assert "in floating point: 4" in str(report)
+    assert [u.reason for u in report.unreached] == ["output head, taken to be the last linear layer"]
+    assert "  4 (output head" in str(report)
     assert [type(m) for m in model] == [bt.Int8Linear, bt.Int8Linear, nn.ReLU, bt.Int8Linear, nn.Linear]
     assert (model(x) - y).norm() < 0.03 * y.norm()
     assert not torch.equal(model(x), y)
@@ -69,6 +70,26 @@ def test_state_dicts_and_dtypes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model[1].scales, scales, strict=True)), "no dtype rounds the scales"
     with pytest.raises(bt.ReadOnlyError):
         model[1].weight = torch.zeros(48, 36)
+
+
+def test_callers_that_cast_to_the_dtype_of_a_weight() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Siglip2VisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, patch_size=4, num_patches=16
+    )
+    torch.manual_seed(0)
+    model = transformers.Siglip2VisionModel(config).eval().bfloat16()
+    inputs = {
+        "pixel_values": torch.randn(1, 16, 48).bfloat16(),
+        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]]),
+    }
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        assert "embeddings.patch_embedding" in bt.quantize_(model).layers
+        y = model(**inputs).last_hidden_state
+    assert y.dtype == torch.bfloat16
+    assert (y - expected).norm() < 0.05 * expected.norm()
 
 
 def test_folders_are_refused(tmp_path: Path) -> None:

@@ -25,13 +25,15 @@ from buttress.compression.layer_options import (
     CostFunction,
     CostMeasure,
     LayerOptions,
+    as_family,
     cost_function,
 )
 from buttress.compression.observing import observable
 from buttress.compression.output_effect import OutputEffect
 from buttress.compression.projection_store import ProjectionStore
 from buttress.compression.running import evaluating
-from buttress.errors import PlanError
+from buttress.core.structures import Structure
+from buttress.errors import PlanError, StructureError, quoted
 from buttress.inspection.sites import Site, tied_embeddings
 from buttress.surgery import Plan, PlanEntry, chosen_layers
 from buttress.text_table import render, show
@@ -100,7 +102,7 @@ class Budget:
 def curves(
     model: nn.Module,
     *,
-    candidates: Iterable[Candidate] | None = None,
+    candidates: Iterable[Candidate] | Candidate | None = None,
     moments: Mapping[str, Tensor] | None = None,
     cost: CostMeasure | CostFunction = "macs",
     layers: Mapping[str, bool] | None = None,
@@ -118,8 +120,8 @@ def curves(
 
     Args:
         model: The model. It is not changed.
-        candidates: Structures, their texts, or structure classes, which stand for their whole families.
-            Default: all families without sharing.
+        candidates: Structures, their texts, or structure classes, which stand for their whole families; or one of
+            them. Default: all families without sharing.
         moments: Second moments of layers' inputs, from `moments()`. With them, losses are those of the outputs on real
             inputs.
         cost: "macs", "params", "bytes", the measured times "decode_ms" (of one token) or "prefill_ms" (of many), or a
@@ -138,17 +140,19 @@ def curves(
         and `refused` the candidates that do not fit a layer's sizes.
 
     Raises:
-        PlanError: If a glob matches no layer, no layer can be replaced or judged, or `cost` is unknown.
-        StructureError: If a candidate's text names no structure.
+        PlanError: If a glob matches no layer, no layer can be replaced or judged, there is no candidate, or `cost` is
+            unknown.
+        ShapeError: If a layer's weight is not finite, or its moments do not fit it; the error names the layer.
+        StructureError: If a candidate is neither a structure nor a class of them, or its text names none.
 
     Example:
         >>> options = bt.curves(model, moments=bt.moments(model, batches))
         >>> plan = bt.budget(options, keep=0.5).plan
     """
+    candidates = None if candidates is None else checked_candidates(candidates)
     sites = chosen_layers(model, layers)
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     price = cost_function(cost, device=example.device, dtype=example.dtype)
-    candidates = None if candidates is None else list(candidates)
     comparison = _Comparison({} if moments is None else moments, price, projections)
     with evaluating(model), observable(sites.values()) as modules:
         effect = OutputEffect(model, batches) if batches else None
@@ -164,6 +168,31 @@ def curves(
             if memory is not None:
                 memory.add_layer(name, comparison.row(name))
     return comparison.curves()
+
+
+def checked_candidates(candidates: Iterable[Candidate] | Candidate) -> Sequence[Candidate]:
+    """Candidates as a sequence, checked before the first layer is compared.
+
+    Args:
+        candidates: Structures, their texts or structure classes, or a single one.
+
+    Returns:
+        The candidates as they are given.
+
+    Raises:
+        PlanError: If there are none.
+        StructureError: If one is neither a structure nor a class of them, or its text names none.
+    """
+    if isinstance(candidates, Structure | str | type):
+        candidates = [candidates]
+    chosen = candidates if isinstance(candidates, Sequence) else list(candidates)
+    if not chosen:
+        raise PlanError("there is nothing to choose from: give at least one candidate, such as 'btt'")
+    for candidate in chosen:
+        family = as_family(candidate)
+        if not (isinstance(family, Structure) or (isinstance(family, type) and issubclass(family, Structure))):
+            raise StructureError(f"a candidate is a Structure, its text or a class of them, got {quoted(candidate)}")
+    return chosen
 
 
 class _Comparison:

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from buttress.compression.allocation import check_keep
-from buttress.compression.layer_options import Candidate, CostFunction, CostMeasure, as_family, cost_function
+from buttress.compression.allocation import check_keep, checked_candidates
+from buttress.compression.layer_options import Candidate, CostFunction, CostMeasure, cost_function
 from buttress.costs.advice import TimedCost
 from buttress.devices import local_device
 from buttress.errors import PlanError
@@ -36,7 +36,7 @@ class CompressOptions:
 
     Args:
         keep: Fraction of the linear layers' cost to keep.
-        candidates: Structures to choose from, as for `curves`. Default: all families without sharing.
+        candidates: Structures to choose from, or one, as for `curves`. Default: all families without sharing.
         cost: Cost that `keep` refers to: "macs", "params", "bytes", "decode_ms" or "prefill_ms", as for `curves`, or a
             function such as `timed()`. Functions of your own cannot be told apart: with one, a compression that
             resumes compares all layers again.
@@ -70,7 +70,7 @@ class CompressOptions:
     """
 
     keep: float = 0.5
-    candidates: Sequence[Candidate] | None = None
+    candidates: Sequence[Candidate] | Candidate | None = None
     cost: CostMeasure | CostFunction = "macs"
     plan: Plan | None = None
     text: Path | str | None = None
@@ -103,8 +103,8 @@ class CompressOptions:
             raise PlanError(f"plan must be a Plan with at least one layer, got {self.plan!r}")
         self._check_plan_alone()
         self._check_layers()
-        if self.candidates is not None and not list(map(as_family, self.candidates)):
-            raise PlanError("there is nothing to choose from: give at least one candidate, such as 'btt'")
+        if self.candidates is not None:
+            object.__setattr__(self, "candidates", checked_candidates(self.candidates))
         cost_function(self.cost)
         local_device(self.device, PlanError)
 
@@ -177,7 +177,7 @@ class CompressOptions:
         for name in ("text", "images"):
             row[name] = None if row[name] is None else Path(row[name]).name
         if self.candidates is not None:
-            row["candidates"] = [c.name if isinstance(c, type) else str(c) for c in self.candidates]
+            row["candidates"] = [c.name if isinstance(c, type) else str(c) for c in checked_candidates(self.candidates)]
         row["cost"] = self.identity_of_cost or getattr(self.cost, "__name__", "a function")
         row["plan"] = None if self.plan is None else "given"
         row["layers"] = None if self.layers is None else list(self.layers)

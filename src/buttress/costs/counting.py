@@ -7,10 +7,12 @@ counted in one forward pass with fake tensors, which computes and allocates noth
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +114,7 @@ def cost(model: nn.Module, *example_inputs: Any) -> Cost:
     fake_model = copy.deepcopy(model, memo)
     inputs = tree_map_only(Tensor, fake.from_tensor, example_inputs)
     try:
-        with fake:
+        with fake, _without_log():
             return _count(fake_model, tree_map_only(Tensor, _not_a_view, inputs))
     except Exception as error:
         if any(p.is_meta for p in model.parameters()):
@@ -124,6 +126,22 @@ def cost(model: nn.Module, *example_inputs: Any) -> Cost:
             raise
         # The model may read values, which fake tensors do not have. If it is broken, this raises too.
         return _count(copy.deepcopy(model), tree_map_only(Tensor, _not_a_view, example_inputs))
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Keep torch from logging the traceback of an error that it also raises; other threads log as before."""
+    thread = threading.get_ident()
+    log = logging.getLogger(FakeTensorMode.__module__)
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or record.thread != thread
+
+    log.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_kept)
 
 
 def _not_a_view(tensor: Tensor) -> Tensor:

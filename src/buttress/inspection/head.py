@@ -11,6 +11,9 @@ from buttress.nn.attention import ProjectedAttention
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.pointwise_conv import StructuredPointwiseConv
 
+HEAD_NAMES = ("head", "classifier", "lm_head")
+"""Names of a layer at the top level of a model by which it is taken for the output head."""
+
 
 @dataclass(frozen=True)
 class OutputHead:
@@ -26,7 +29,10 @@ class OutputHead:
 
 
 def output_head(model: nn.Module) -> OutputHead:
-    """The output head: what the model's own method names, else the last linear layer.
+    """The output head: what the model's own method names, else a layer that is called so, else the last linear layer.
+
+    A layer counts as called so if it is at the top level of the model, and the only one there that is called "head",
+    "classifier" or "lm_head". "fc" counts where it is the only linear layer there.
 
     Args:
         model: The model, wrapped or not.
@@ -45,8 +51,17 @@ def output_head(model: nn.Module) -> OutputHead:
         ids = {id(part) for m in heads for part in m.modules()}
         if ids & {id(m) for m in model.modules()}:
             return OutputHead(frozenset(ids), f"named by {method}()")
-    last = _last_linear(model)
+    last, called = _last_linear(model), _called_head(model)
+    if called is not None and called[1] is not last:
+        return OutputHead(frozenset({id(called[1])}), f"taken to be the layer called {called[0]}")
     return OutputHead(frozenset() if last is None else frozenset({id(last)}), "taken to be the last linear layer")
+
+
+def _called_head(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The one linear layer at the top level of a model that has the name of a head, with its name."""
+    top = {name: m for name, m in unique_modules(model) if name and "." not in name and _is_linear(m)}
+    named = [(name, m) for name, m in top.items() if name in HEAD_NAMES or (name == "fc" and len(top) == 1)]
+    return named[0] if len(named) == 1 else None
 
 
 def _last_linear(model: nn.Module) -> nn.Module | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from buttress.errors import PlanError
+from buttress.errors import PlanError, quoted
 from buttress.inspection.names import is_conv1d, join, last_part, modules, unique_modules
 from buttress.inspection.obstacles import find_obstacles
 from buttress.nn.attention import PROJECTIONS, ProjectedAttention, linear_from_tensors, unpacked
@@ -237,6 +237,16 @@ def offloaded_modules(model: nn.Module) -> set[int]:
     return ids
 
 
+def check_is_model(model: object) -> None:
+    """Raise a PlanError where something else is given in place of the model, such as its parameters.
+
+    Args:
+        model: The first argument of a function that changes a model.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the first argument must be the model, an nn.Module, got {quoted(model)}")
+
+
 def check_not_wrapped(model: nn.Module, action: str = "replacing layers") -> None:
     """Check that a model is not wrapped or sharded for distributed training.
 
@@ -247,8 +257,9 @@ def check_not_wrapped(model: nn.Module, action: str = "replacing layers") -> Non
         action: What is to be done to it, for the error.
 
     Raises:
-        PlanError: If any module of the model is wrapped by DDP or FSDP, or a parameter is sharded.
+        PlanError: If it is no model, any module of it is wrapped by DDP or FSDP, or a parameter is sharded.
     """
+    check_is_model(model)
     for module in model.modules():
         # By name, because importing FSDP takes long: FullyShardedDataParallel wraps, fully_shard derives a class.
         classes = {c.__name__ for c in type(module).__mro__}

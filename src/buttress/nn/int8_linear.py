@@ -11,9 +11,15 @@ from buttress import ops
 from buttress.core.chain_sum import AnyChain
 from buttress.core.structures import Structure, unstructured
 from buttress.errors import ReadOnlyError, StructureError
+from buttress.nn.computed import computed
 from buttress.nn.linear import StructuredLinear
 from buttress.nn.structured import check_projectable
 from buttress.ops.int8 import apply_int8, rounded
+
+_WEIGHT_IS_COMPUTED = (
+    "the weight of an int8 layer is computed from its values and scales, so a write to it would be lost: write to a "
+    "float layer, or to weight.clone()"
+)
 
 
 class Int8Linear(nn.Module):
@@ -28,6 +34,7 @@ class Int8Linear(nn.Module):
         values: The int8 factors in order of application, ``(blocks, d_out, d_in)`` each.
         scales: One scale per row of each factor, ``(blocks, d_out)`` in float32.
         bias: The bias, or None.
+        dtype: Data type of `weight`, which callers take for that of the layer's inputs. It follows `to(dtype)`.
 
     Shape:
         - Input: ``(*, in_features)``.
@@ -47,6 +54,7 @@ class Int8Linear(nn.Module):
         values: Sequence[Tensor],
         scales: Sequence[Tensor],
         bias: Tensor | None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.structure = in_features, out_features, structure
@@ -57,6 +65,8 @@ class Int8Linear(nn.Module):
             # As integers, so that model.to(dtype) does not round them.
             self.register_buffer(f"scales_{f.name.replace('.', '_')}", scale.view(torch.int32))
         self.register_buffer("bias", bias)
+        # A buffer without elements, because model.to(dtype), copies and pickles take its data type along.
+        self.register_buffer("_like_weight", values[0].new_empty(0, dtype=dtype), persistent=False)
 
     @classmethod
     @torch.no_grad()
@@ -89,7 +99,8 @@ class Int8Linear(nn.Module):
             raise StructureError("a layer with infinite or undefined weights cannot be rounded to int8")
         pairs = [rounded(w) for w in weights]
         bias = None if layer.bias is None else layer.bias.detach().clone()
-        return cls(layer.in_features, layer.out_features, structure, [v for v, _ in pairs], [s for _, s in pairs], bias)
+        values, scales = [v for v, _ in pairs], [s for _, s in pairs]
+        return cls(layer.in_features, layer.out_features, structure, values, scales, bias, weights[0].dtype)
 
     @property
     def values(self) -> list[Tensor]:
@@ -114,14 +125,22 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix, computed on each access, for callers that read `module.weight`."""
-        return self.to_dense()
+        """The dense matrix in the data type of the original layer, for callers that read `module.weight`.
+
+        It is computed on each access. Writing to it, or to a view of it, raises a ReadOnlyError.
+        """
+        dtype = self.get_buffer("_like_weight").dtype
+        return computed(lambda: self.to_dense().to(dtype).contiguous(), self.values, refusal=_WEIGHT_IS_COMPUTED)
 
     @weight.setter
     def weight(self, value: object) -> None:
-        raise ReadOnlyError(
-            "the weight of an int8 layer is computed from its values and scales: write to a float layer"
-        )
+        raise ReadOnlyError(_WEIGHT_IS_COMPUTED)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as for any module; there can be none called "weight"."""
+        if name == "weight":
+            raise ReadOnlyError(_WEIGHT_IS_COMPUTED)
+        super().register_parameter(name, param)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x`, of shape (*, in_features)."""

@@ -18,7 +18,8 @@ from buttress import ops
 from buttress.core.chain_sum import AnyChain, base_factor
 from buttress.core.growth import Growth, growth
 from buttress.core.structures import Structure, parse
-from buttress.errors import ButtressError, ReadOnlyError, ShapeError, StructureError
+from buttress.core.structures.base import class_hint
+from buttress.errors import ButtressError, ChainError, ReadOnlyError, ShapeError, StructureError
 from buttress.nn.computed import computed
 from buttress.ops.enlarging import drawn
 from buttress.ops.framing import scaled_factors
@@ -96,6 +97,14 @@ class ParameterContainer(nn.ParameterDict):
         return compute(x)
 
 
+def _check_factor_names(chain: AnyChain) -> None:
+    """Raise for a factor that torch could not register under its name."""
+    empty = ParameterContainer()
+    for name in (f.name for f in chain.factors):
+        if not name or "." in name or hasattr(empty, name):
+            raise ChainError(f"a factor cannot be called {name!r}, which no parameter can be: choose a name such as A")
+
+
 class Structured(nn.Module):
     """The factors and gains of a structured (d_out, d_in) matrix; subclasses define how the matrix is used.
 
@@ -119,6 +128,7 @@ class Structured(nn.Module):
 
     Raises:
         StructureError: If ``structure`` is neither a Structure nor the text of one.
+        ChainError: If a factor has a name that no parameter can have.
     """
 
     stands_for: type[nn.Module] | None = None
@@ -138,9 +148,13 @@ class Structured(nn.Module):
         super().__init__()
         structure = parse(structure) if isinstance(structure, str) else structure
         if not isinstance(structure, Structure):
-            raise StructureError(f"structure must be a Structure such as BTT(rank=2), or its text, got {structure!r}")
+            raise StructureError(
+                f"structure must be a Structure such as BTT(rank=2), or its text, got {structure!r}"
+                f"{class_hint(structure)}"
+            )
         self.structure = structure
         self.chain: AnyChain = structure.chain(d_in, d_out)
+        _check_factor_names(self.chain)
         ops.prepare(self.chain)
         self.zero_init = zero_init
         self.normalize = normalize

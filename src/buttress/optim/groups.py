@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from buttress.errors import RuleError
-from buttress.optim.flattened_rates import watch_optimizers
 from buttress.optim.rates import ParameterRate, RateOptions, parameter_rates
+from buttress.optim.step_checks import watch_optimizers
 from buttress.optim.width_transfer import Base
 
 
@@ -52,10 +52,10 @@ def param_groups(
         structure_aware=False each has that key, too, for `grow_`.
 
     Raises:
-        RuleError: If `lr` or `adam_scale` is negative, `adam_scale` is given for another rule than "muon", the rule is
-            unknown, `base` lacks a layer or size, a glob of `scale` matches nothing, FSDP1 has flattened the
-            parameters, or a parameter that is in no layer looks like a matrix next to `base`, so that its rate cannot
-            be derived.
+        RuleError: If `lr`, `weight_decay`, `adam_scale` or a scale is not a finite number >= 0, `adam_scale` is given
+            for another rule than "muon", the rule is unknown, `base` lacks a layer or size, a glob of `scale` matches
+            nothing, FSDP1 has flattened the parameters, or a parameter that is in no layer looks like a matrix next to
+            `base`, so that its rate cannot be derived.
 
     Example:
         >>> optimizer = torch.optim.AdamW(param_groups(model, lr=3e-3, weight_decay=0.1))

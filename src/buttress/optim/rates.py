@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
 
 from torch import nn
 
 from buttress.core.chain_sum import AnyChain
 from buttress.core.scaling import check_rule, copied_factors, lookup_multiplier, lr_multiplier, trained_factors
-from buttress.errors import RuleError
+from buttress.errors import RuleError, quoted
 from buttress.inspection.names import first_match, parameters
 from buttress.optim.facts import ParameterFacts, parameter_facts
 from buttress.optim.weight_decay import undecayed_parameters
@@ -65,7 +67,7 @@ def parameter_rates(model: nn.Module, options: RateOptions) -> Iterator[Paramete
         One rate per trainable parameter, in the model's order; a tied parameter appears once.
 
     Raises:
-        RuleError: If a rule, rate or base cannot be used, or a glob of `scale` matches no parameter.
+        RuleError: If a rule, rate, decay, base or scale cannot be used, or a glob of `scale` matches no parameter.
     """
     _check(model, options)
     facts = parameter_facts(model)
@@ -95,16 +97,28 @@ def _check(model: nn.Module, options: RateOptions) -> None:
             f"the first argument must be the model, got {type(model).__name__}: rates follow from the modules that own "
             "the parameters, so give model, not model.parameters()"
         )
-    if not options.lr >= 0:
-        raise RuleError(f"lr must be a number >= 0, got {options.lr!r}")
     check_rule(options.rule)
-    if not options.adam_scale >= 0:
-        raise RuleError(f"adam_scale must be a number >= 0, got {options.adam_scale!r}")
+    scale = {} if options.scale is None else options.scale
+    if not isinstance(scale, Mapping):
+        raise RuleError(f"scale maps globs over parameter names to multipliers, got {quoted(scale)}")
+    numbers = {"lr": options.lr, "weight_decay": options.weight_decay, "adam_scale": options.adam_scale}
+    for label, number in (numbers | {f"scale of {quoted(glob)}": number for glob, number in scale.items()}).items():
+        _check_number(label, number)
     if options.adam_scale != 1 and options.rule != "muon":
         raise RuleError(
             f"adam_scale is for what the rule 'muon' leaves to Adam, but the rule is {options.rule!r}: set "
             'rule="muon", or use scale'
         )
+
+
+def _check_number(label: str, number: Any) -> None:
+    """Raise unless a value compares like a finite number >= 0; `lr` may be a tensor of one number."""
+    try:
+        is_usable = bool(0 <= number < inf)
+    except (TypeError, ValueError, RuntimeError):
+        is_usable = False
+    if not is_usable:
+        raise RuleError(f"{label} must be a finite number >= 0, got {quoted(number)}")
 
 
 def _check_not_flat(every_parameter: Iterable[nn.Parameter]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 
 from torch import nn
 
 from buttress.core.scaling import rate
-from buttress.errors import RuleError
+from buttress.errors import RuleError, quoted
 from buttress.inspection.names import modules, suggest
 from buttress.nn.attention import ProjectedAttention
 from buttress.nn.split_linear import SplitLinear
@@ -25,7 +26,7 @@ class WidthTransfer:
         facts: Facts about the parameters of the model, to check the names of a base given by sizes.
 
     Raises:
-        RuleError: If a base given by sizes names a layer that the model does not have.
+        RuleError: If the base is neither a model nor sizes by layer, or names a layer that the model does not have.
     """
 
     def __init__(self, base: Base | None, facts: Mapping[str, ParameterFacts]) -> None:
@@ -35,7 +36,7 @@ class WidthTransfer:
             self._base_facts = parameter_facts(base)
             self._base_sizes = _layer_sizes(base, self._base_facts)
         elif base is not None:
-            self._base_sizes = {n: v if isinstance(v, tuple) else (v, None) for n, v in base.items()}
+            self._base_sizes = _given_sizes(base)
             _check_layers_exist(self._base_sizes, {f.layer for f in facts.values()})
 
     def multiplier(self, name: str, facts: ParameterFacts, rule: str) -> tuple[float, str]:
@@ -121,6 +122,20 @@ class WidthTransfer:
         if base_out is None or name == facts.layer:
             return base_in, base_out
         return base_in, base_out * facts.share
+
+
+def _given_sizes(base: object) -> dict[str, tuple[int, int | None]]:
+    """A base that is given by sizes, with None for a d_out that is not given."""
+    if not isinstance(base, Mapping):
+        raise RuleError(f"base must be a model, or {{layer: d_in or (d_in, d_out)}}, got {quoted(base)}")
+    sizes = {}
+    for name, value in base.items():
+        is_pair = isinstance(value, tuple | list) and len(value) == 2
+        d_in, d_out = value if is_pair else (value, None)
+        if not all(isinstance(n, Integral) and int(n) >= 1 for n in (d_in, 1 if d_out is None else d_out)):
+            raise RuleError(f"base needs d_in or (d_in, d_out) for {quoted(name)}, integers >= 1, got {quoted(value)}")
+        sizes[name] = (d_in, d_out)
+    return sizes
 
 
 def _layer_sizes(base: nn.Module, facts: Mapping[str, ParameterFacts]) -> dict[str, tuple[int, int | None]]:

@@ -32,7 +32,7 @@ from torch import Tensor
 from buttress.core.chain import Axes, Chain, Factor
 from buttress.core.chain_sum import AnyChain, ChainSum
 from buttress.core.scaling import init_std
-from buttress.core.structures import Structure
+from buttress.core.structures import Structure, parse
 from buttress.errors import ChainError, ShapeError
 from buttress.ops.framing import by_part
 from buttress.ops.norms import balanced
@@ -159,7 +159,7 @@ class Draft:
 
 @torch.no_grad()
 def project(
-    structure: Structure,
+    structure: Structure | str,
     weight: Tensor,
     *,
     moments: Tensor | None = None,
@@ -172,7 +172,7 @@ def project(
     are rounded to the weight's dtype.
 
     Args:
-        structure: The structure to project onto.
+        structure: The structure to project onto, or its text.
         weight: The dense matrix, as in `nn.Linear.weight`. Half precision is computed in float32.
         moments: Mean of x x^T over the layer's inputs x, from `moments()`. With them the error of the outputs is
             minimized instead of that of the weight.
@@ -189,7 +189,7 @@ def project(
 
     Raises:
         ShapeError: If the weight is not a finite matrix, or the moments do not fit it.
-        StructureError: If a rank is larger than needed to represent any matrix exactly.
+        StructureError: If a text is not a structure, or a rank is larger than needed to represent any matrix exactly.
         ChainError: If projection does not support the structure's chain.
 
     Example:
@@ -197,7 +197,7 @@ def project(
         >>> projection.relative_error
     """
     target = Target.of(weight, moments, damping)
-    start = draft(structure, target)
+    start = draft(parse(structure), target)
     if sweeps is None:
         sweeps = default_sweeps(start.chain, target)
     return finished(refined(start, target, sweeps), target)

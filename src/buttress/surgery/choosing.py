@@ -9,11 +9,12 @@ from typing import TypeVar
 from torch import nn
 
 from buttress.core.structures import Structure, parse
-from buttress.errors import PlanError
+from buttress.core.structures.base import class_hint
+from buttress.errors import PlanError, quoted
 from buttress.inspection.head import output_head
 from buttress.inspection.names import first_match, is_conv1d, last_part, modules
 from buttress.inspection.obstacles import find_obstacles
-from buttress.inspection.sites import Site, find_sites, whole_model_reason
+from buttress.inspection.sites import Site, check_is_model, find_sites, whole_model_reason
 from buttress.inspection.ties import followers_by_key
 from buttress.nn.structured import Structured
 from buttress.surgery.entry import PlanEntry
@@ -44,6 +45,7 @@ def chosen_layers(model: nn.Module, layers: Mapping[str, bool] | None) -> dict[s
     Example:
         >>> sites = chosen_layers(model, {"*.attn.*": False, "blocks.*": True})
     """
+    check_is_model(model)
     sites = find_sites(model, convolutions=True)
     kept: Mapping[str, str] = {}
     if layers is None:
@@ -139,13 +141,7 @@ def _checked_structure(value: object, problem: str) -> Structure:
     """A Structure or its text as a Structure; anything else raises `problem` with the value after it."""
     if isinstance(value, Structure | str):
         return parse(value)
-    raise PlanError(f"{problem} {value!r}{_class_hint(value)}")
-
-
-def _class_hint(value: object) -> str:
-    if isinstance(value, type) and issubclass(value, Structure):
-        return f"; that is the class: write {value.__name__}(...) for a structure"
-    return ""
+    raise PlanError(f"{problem} {value!r}{class_hint(value)}")
 
 
 def _reasons_to_keep(model: nn.Module, sites: Mapping[str, Site]) -> dict[str, str]:
@@ -208,12 +204,16 @@ def special_reason(model: nn.Module, glob: str, sites: Mapping[str, Site]) -> st
 
 def _nothing_reason(model: nn.Module, plan: object, sites: Mapping[str, Site], kept: Mapping[str, str]) -> str:
     """Why a plan replaces nothing, and what to do."""
-    structured = [name for name, module in modules(model) if isinstance(module, Structured)]
+    structured = {name: module for name, module in modules(model) if isinstance(module, Structured)}
     obstacles = [obstacle for obstacle in find_obstacles(model).values() if obstacle.tensors or obstacle.packed_params]
     if isinstance(plan, Mapping):
         return "the plan selects no layer" if sites else "the model has no linear layer"
     if structured:
-        return f"{structured[0]} and what else can be are structured already: densify_ the model first to start again"
+        others = f" and {len(structured) - 1} more" if len(structured) > 1 else ""
+        layers = f"every replaceable layer ({next(iter(structured))}{others})"
+        if all(layer.base is not None for layer in structured.values()):
+            return f"{layers} has an adapter already: merge_ or unadapt_ the model first to start again"
+        return f"{layers} is structured already: densify_ the model first to start again"
     if obstacles:
         first, more = obstacles[0], len(obstacles) - 1
         pointwise = [name for name, site in sites.items() if site.is_convolution]

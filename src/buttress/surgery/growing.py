@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from buttress.core.growth import Growth
 from buttress.core.structures import Structure, parse
+from buttress.core.structures.base import class_hint
 from buttress.errors import ButtressError, PlanError, quoted
 from buttress.inspection.names import first_match, join, parameters, unique_modules
 from buttress.inspection.sites import check_not_wrapped, offloaded_modules
@@ -242,7 +243,10 @@ def _selected(modules: Mapping[str, object], plan: object) -> dict[str, Structur
     structures: dict[str, Structure | None] = {}
     for glob, value in rules.items():
         if not isinstance(glob, str) or not (value is None or isinstance(value, Structure | str)):
-            raise PlanError(f"the plan needs a Structure, its text or None for {quoted(glob)}, got {quoted(value)}")
+            raise PlanError(
+                f"the plan needs a Structure, its text or None for {quoted(glob)}, got {quoted(value)}"
+                f"{class_hint(value)}"
+            )
         structures[glob] = None if value is None else parse(value)
     matches = first_match(structures, modules)
     for glob, reason in matches.unmatched.items():

@@ -245,10 +245,11 @@ def _only(given: Mapping[str, Any], what: str) -> tuple[str, Any]:
 
 
 def _checked_sizes(name: str, sizes: Iterable[int]) -> list[int]:
-    chosen = sorted(set(sizes))
+    chosen = list(sizes) if isinstance(sizes, Iterable) else []
     if not chosen or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in chosen):
-        raise ButtressError(f"{name} must be at least one integer >= 1, got {quoted(chosen)}")
-    return chosen
+        got = chosen or sizes
+        raise ButtressError(f"{name} must be a list or range of at least one integer >= 1, got {quoted(got)}")
+    return sorted(set(chosen))
 
 
 def _checked_target(unit: str, target: Target, meter: _Meter, example: Any) -> float:

@@ -13,6 +13,7 @@ from buttress.core.chain import Chain
 from buttress.core.chain_sum import base_factor
 from buttress.errors import PlanError
 from buttress.inspection.names import join, parameters, unique_modules
+from buttress.inspection.sites import check_is_model
 from buttress.inspection.ties import declare_tied_weights, declares_tied_weights
 from buttress.nn.structured import Structured
 from buttress.ops.framing import by_part
@@ -163,6 +164,7 @@ def _merged(layer: Structured) -> nn.Parameter:
 
 
 def _check_adapted(model: nn.Module) -> None:
+    check_is_model(model)
     if isinstance(model, Structured):
         raise PlanError("the model is itself one layer, which cannot be turned in place: wrap it in nn.Sequential")
     if next(adapter_layers(model), None) is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from buttress.errors import PlanError
-from buttress.inspection.sites import check_not_wrapped, find_sites
+from buttress.inspection.sites import check_is_model, check_not_wrapped, find_sites
 from buttress.projection.closed_form import Projection
 from buttress.surgery.choosing import Split, StructureLike, select
 from buttress.surgery.exchange import apply_entries
@@ -45,7 +45,8 @@ def replace_(
         model: The model to change.
         plan: A Structure, or its text, for every linear layer but the output head; or an ordered mapping of name globs
             to a Structure, its text, or None for layers to leave alone, where the first match wins; or a saved Plan.
-            The head is what `get_output_embeddings()` or `get_classifier()` names, else the last linear layer.
+            The head is what `get_output_embeddings()` or `get_classifier()` names, else the one linear layer at the top
+            level that is called head, classifier or lm_head (or fc, where it is alone), else the last linear layer.
         init: "mup" draws new weights (a zero weight gives a zero start); "project" keeps the nearest to the old ones.
         normalize: Whether the new factors are normalized, as for StructuredLinear.
         split: Globs of fused layers, each with a number of equal parts or a tuple of output sizes: {"*.c_attn": 3}.
@@ -70,6 +71,7 @@ def replace_(
         >>> report = replace_(model, {"transformer.wte": BTT(rank=4), "lm_head": BTT(rank=4)})  # stay tied
         >>> print(replace_(model, BTT(rank=2), split={"*.c_attn": 3}, dry_run=True))
     """
+    check_is_model(model)
     if isinstance(plan, Plan):
         if split or normalize:
             raise PlanError("a saved Plan already says what is split and normalized: leave those arguments out")

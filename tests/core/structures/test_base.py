@@ -89,6 +89,70 @@ def test_a_taken_name_is_rejected() -> None:
     assert bt.structures()["btt"] is bt.BTT
 
 
+def test_only_structures_with_a_chain_are_registered() -> None:
+    class Plain:
+        pass
+
+    class Empty(bt.Structure):
+        pass
+
+    before = bt.structures()
+    with pytest.raises(bt.StructureError, match=r"takes a subclass of Structure, .*: write Plain\(Structure\)"):
+        bt.structure(Plain)
+    with pytest.raises(bt.StructureError, match="takes a subclass of Structure, got 3"):
+        bt.structure(3)  # type: ignore[type-var]
+    with pytest.raises(bt.StructureError, match="Empty lacks what every structure needs: chain"):
+        bt.structure(Empty)
+    assert bt.structures() == before
+
+
+def test_a_class_without_the_decorator_builds_no_layer() -> None:
+    class Bare(bt.Structure):
+        def chain(self, d_in: int, d_out: int) -> bt.Chain:
+            return bt.Dense().chain(d_in, d_out)
+
+    class Inherits(bt.BTT):
+        """Its text would be read as that of another structure."""
+
+    for structure in (Bare(), Inherits(rank=2)):
+        with pytest.raises(bt.StructureError, match=r"is not declared as a structure: write @bt\.structure above"):
+            structure.chain(8, 8)
+        with pytest.raises(bt.StructureError, match=r"is not declared as a structure: write @bt\.structure above"):
+            bt.StructuredLinear(8, 8, structure)
+
+
+@pytest.mark.parametrize("result", [None, "btt", bt.BTT()], ids=str)
+def test_a_chain_method_that_returns_no_chain_is_refused(result: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "REGISTRY", dict(base.REGISTRY))
+
+    @bt.structure
+    class Returns(bt.Structure):
+        def chain(self, d_in: int, d_out: int) -> bt.Chain:
+            return result  # type: ignore[return-value]
+
+    with pytest.raises(bt.StructureError, match=r"the chain method of Returns must return a Chain.*, got .*"):
+        bt.StructuredLinear(8, 8, Returns())
+
+
+@pytest.mark.parametrize("name", ["A.b", "", "values", "forward", "_parameters"])
+def test_a_factor_needs_a_name_that_a_parameter_can_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "REGISTRY", dict(base.REGISTRY))
+
+    @bt.structure
+    class Names(bt.Structure):
+        def chain(self, d_in: int, d_out: int) -> bt.Chain:
+            return bt.Chain.of(d_in, d_out, x="d", factors={name: "e d"}, y="e", sizes={"d": d_in, "e": d_out})
+
+    with pytest.raises(bt.ChainError, match=re.escape(f"a factor cannot be called {name!r}")):
+        bt.StructuredLinear(8, 8, Names())
+
+
+def test_a_class_in_place_of_a_structure_says_what_to_write() -> None:
+    for build in (bt.parse, lambda value: bt.StructuredLinear(8, 8, value)):
+        with pytest.raises(bt.StructureError, match=r"that is the class: write BTT\(\.\.\.\) for a structure"):
+            build(bt.BTT)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -137,6 +137,14 @@ def test_impossible_sums_are_rejected(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_list_and_classes_are_refused_with_advice() -> None:
+    for parts in ([bt.BTT(), bt.LowRank()], (bt.BTT(), bt.LowRank())):
+        with pytest.raises(bt.StructureError, match=r"give the parts one by one, such as Sum\(LowRank\(\), BTT\(\)\)"):
+            bt.Sum(parts)  # type: ignore[arg-type]
+    with pytest.raises(bt.StructureError, match=r"that is the class: write BTT\(\.\.\.\) for a structure"):
+        bt.Sum(bt.BTT, bt.LowRank)  # type: ignore[arg-type]
+
+
 def test_chains_of_different_sizes_cannot_be_added() -> None:
     with pytest.raises(bt.ChainError, match="got 4 -> 4, 4 -> 6"):
         bt.ChainSum.of({"a": bt.Dense().chain(4, 4), "b": bt.Dense().chain(4, 6)})

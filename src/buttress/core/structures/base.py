@@ -10,7 +10,8 @@ from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
-from buttress.core.chain_sum import AnyChain
+from buttress.core.chain import Chain
+from buttress.core.chain_sum import AnyChain, ChainSum
 from buttress.core.structures.sizes import MAX_SIZE, check_size
 from buttress.errors import StructureError, quoted
 from buttress.suggestions import did_you_mean
@@ -62,8 +63,9 @@ class Structure(ABC):
             The chain, or the sum of chains. Sizes that do not split are padded, so all sizes are supported.
 
         Raises:
-            StructureError: If a size is below 1 or beyond any memory, or if the layer would have many times the
-                parameters of a dense one. This holds for every subclass: its method is wrapped.
+            StructureError: If a size is below 1 or beyond any memory, if the layer would have many times the
+                parameters of a dense one, or if the class is not declared with `@structure` or returns no chain. This
+                holds for every subclass: its method is wrapped.
         """
 
     @classmethod
@@ -95,18 +97,30 @@ ChainMethod = Callable[[Any, int, int], AnyChain]
 
 
 def _bounded(method: ChainMethod) -> ChainMethod:
-    """The `chain` method of a structure with its sizes checked before, and its parameters after; neither allocates."""
+    """The `chain` method of a structure with its sizes checked before, and its result after; nothing is allocated."""
 
     @wraps(method)
     def chain(self: Structure, d_in: int, d_out: int) -> AnyChain:
+        _check_declared(type(self))
         check_size(d_in)
         check_size(d_out)
         result = method(self, d_in, d_out)
+        if not isinstance(result, Chain | ChainSum):
+            raise StructureError(
+                f"the chain method of {type(self).__name__} must return a Chain, such as Chain.of(...), got "
+                f"{quoted(result)}"
+            )
         if result.params > MAX_DENSE_MULTIPLE * d_in * d_out + FREE_PARAMETERS:
             raise _too_many_parameters(self, result)
         return result
 
     return chain
+
+
+def _check_declared(cls: type[Structure]) -> None:
+    """Raise for a class without a text form of its own: its layers could be neither printed nor saved in a plan."""
+    if not {"name", "__dataclass_fields__"} <= vars(cls).keys():
+        raise StructureError(f"{cls.__name__} is not declared as a structure: write @bt.structure above its class")
 
 
 def _too_many_parameters(structure: Structure, chain: AnyChain) -> StructureError:
@@ -132,8 +146,13 @@ def structure(cls: type[S]) -> type[S]:
         The dataclass. Its `name` is the class name in snake case: `LowRank` becomes "low_rank".
 
     Raises:
-        StructureError: If another class has that name.
+        StructureError: If it is not a subclass of `Structure` with a `chain` method, or another class has that name.
     """
+    if not (isinstance(cls, type) and issubclass(cls, Structure)):
+        called = getattr(cls, "__name__", "MyStructure")
+        raise StructureError(f"@structure takes a subclass of Structure, got {quoted(cls)}: write {called}(Structure)")
+    if cls.__abstractmethods__:
+        raise StructureError(f"{cls.__name__} lacks what every structure needs: {', '.join(cls.__abstractmethods__)}")
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     if (other := REGISTRY.get(name)) and other.__qualname__ + other.__module__ != cls.__qualname__ + cls.__module__:
         raise StructureError(f"a structure named {name!r} exists already: {other.__module__}.{other.__qualname__}")
@@ -173,7 +192,10 @@ def parse(text: str | Structure) -> Structure:
     if isinstance(text, Structure):
         return text
     problem = f"{quoted(text, 80)} is not a structure"
-    if not isinstance(text, str) or len(text) > MAX_TEXT:
+    if not isinstance(text, str):
+        remedy = class_hint(text) or ": give a Structure such as BTT(rank=4), or its text"
+        raise StructureError(f"{problem}{remedy}")
+    if len(text) > MAX_TEXT:
         raise StructureError(f"{problem}: a text of at most {MAX_TEXT} characters is needed")
     try:
         node = ast.parse(text.strip(), mode="eval").body
@@ -182,6 +204,20 @@ def parse(text: str | Structure) -> Structure:
         if isinstance(error, StructureError):
             raise
         raise _not_a_call(problem) from None
+
+
+def class_hint(value: object) -> str:
+    """The end of an error message about a value that is not a Structure: what to write instead of a class of them.
+
+    Args:
+        value: What was given as a structure.
+
+    Returns:
+        A clause; an empty text for anything but a structure class.
+    """
+    if isinstance(value, type) and issubclass(value, Structure):
+        return f"; that is the class: write {value.__name__}(...) for a structure"
+    return ""
 
 
 def _built(node: ast.expr, problem: str) -> Structure:

@@ -18,7 +18,7 @@ class Sum(Structure):
     Factors are named after their part: "btt_R", and "btt_2_R" in a second part of that name.
 
     Args:
-        *structures: 2 to 16 parts, as structures or texts. Default: LowRank() and BTT().
+        *structures: 2 to 16 parts, as structures or texts, one by one. Default: LowRank() and BTT().
 
     Example:
         >>> Sum(LowRank(rank=16), BTT()).chain(1024, 1024).params
@@ -29,6 +29,8 @@ class Sum(Structure):
     takes_parts = True
 
     def __init__(self, *structures: Structure | str, parts: Iterable[Structure | str] = ()) -> None:
+        if any(isinstance(part, list | tuple) for part in structures):
+            raise StructureError("Sum: give the parts one by one, such as Sum(LowRank(), BTT()), not as a list")
         given = [parse(part) for part in (*structures, *parts)] or [LowRank(), BTT()]
         flat = tuple(p for part in given for p in (part.parts if isinstance(part, Sum) else (part,)))
         if not 2 <= len(flat) <= 16:
