@@ -252,6 +252,13 @@ def test_compiled(applied: list[int], backend: str) -> None:
         assert not own.is_waiting
 
 
+def test_compiled_with_different_tensors(applied: list[int]) -> None:
+    torch.compiler.reset()
+    own, x = Projections(), inputs(5)
+    compiled = torch.compile(lambda x: [own.q(x), own.k(2 * x)], backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), [own.alone(x)[0], own.alone(2 * x)[1]])
+
+
 def test_a_compiled_model_multiplies_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "may_pay", lambda _: True)
     monkeypatch.setattr(module, "pays", lambda _stack, _x: True)
