@@ -138,6 +138,16 @@ def test_examples_run(page: str, least: int) -> None:
     exec("\n".join(blocks), {})
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_examples_with_other_frameworks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("accelerate", "peft", "timm", "transformers"):
+        pytest.importorskip(module)
+    monkeypatch.chdir(tmp_path)
+    blocks = python_blocks(DOCS / "how-to/other-frameworks.md")
+    assert len(blocks) == 5
+    exec("\n".join(blocks), {})
+
+
 @pytest.mark.parametrize("path", pages(), ids=name)
 def test_examples_parse(path: Path) -> None:
     for block in python_blocks(path):

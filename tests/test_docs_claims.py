@@ -197,8 +197,8 @@ def test_growing_halfway_pays_if_the_learning_rate_stays(metric: str) -> None:
     from generation import growing
 
     page = (DOCS / "how-to/grow-a-rank.md").read_text()
-    assert "With a constant learning rate it pays" in page
-    assert "With the cosine schedule it does not" in page
+    assert "With a constant learning rate it is worth it" in page
+    assert "With the cosine schedule it is not" in page
     rates = 1 + np.cos(np.pi * np.linspace(0, 1, 401))
     assert f"only {100 * rates[200:].sum() / rates.sum():.0f} % of the learning" in page
     groups = growing.by_schedule_and_width()
@@ -212,7 +212,7 @@ def test_growing_halfway_pays_if_the_learning_rate_stays(metric: str) -> None:
         if schedule == "constant":
             assert gaps.mean() < 0
             if metric == "train_error":
-                assert f"{-gaps.mean():.1f}" in page.partition("With a constant learning rate it pays")[2][:90]
+                assert f"{-gaps.mean():.1f}" in page.partition("With a constant learning rate it is worth it")[2][:90]
                 assert gaps.mean() < -5 * gaps.std(ddof=1) / len(gaps) ** 0.5
         else:
             assert gaps.mean() > 0

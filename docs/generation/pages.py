@@ -81,10 +81,13 @@ def command_line_page() -> str:
         f"{group.help}\n\nThe command line needs the extra `lab`. `buttress COMMAND --help` prints the same text.\n"
         "Commands that take `SETTINGS` read [run fields](run-fields.md) as `name=value`.\n\n"
     )
+    rows = ((f"`{p.opts[0]}`", p.help) for p in group.params if p.param_type_name == "option")
+    general = "\n## Options before the command\n\n```text\nbuttress [OPTIONS] COMMAND ...\n```\n\n"
+    general += table("option | meaning", rows)
     codes = exit_codes(main.__doc__ or "")
     overview = table("command | purpose", ((f"[`{n}`](#{n})", first_line(c.help)) for n, c in commands.items()))
     sections = "".join(command_section(name, command) for name, command in commands.items())
-    return NOTE + "# Command line\n\n" + intro + overview + codes + sections
+    return NOTE + "# Command line\n\n" + intro + overview + general + codes + sections
 
 
 def exit_codes(docstring: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import typer
 import buttress as bt
 from buttress.cli.app import app
 from buttress.cli.extras import EXTRAS, install_hint
+from buttress.core.structures import base
 from command_line import Finished, Invoke, run, run_without
 
 SURFACE = {
@@ -63,6 +66,67 @@ def test_help_has_examples(invoke: Invoke) -> None:
         assert f" {name} " in done.out
         if name != "demo":
             assert "Example" in invoke(name, "--help").out
+
+
+def test_without_a_command_the_help_is_all_there_is(invoke: Invoke) -> None:
+    done = invoke()
+    assert done.code in (0, 2), "the convention of click, by its version"
+    assert done.err.strip() == ""
+    assert "Usage: buttress" in done.out
+    assert " inspect " in done.out
+
+
+STRUCTURE = """
+import buttress as bt
+
+@bt.structure
+class Eighths(bt.Structure):
+    def chain(self, d_in, d_out):
+        sizes = {"g": 8, "d": d_in // 8, "e": d_out // 8}
+        return bt.Chain.of(d_in, d_out, x="g d", factors={"A": "g e d"}, y="e g", sizes=sizes)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a user's module that declares a structure, in a folder of PYTHONPATH."""
+    monkeypatch.setattr(base, "REGISTRY", dict(base.REGISTRY))
+    (tmp_path / "users_eighths.py").write_text(STRUCTURE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delitem(sys.modules, "users_eighths", raising=False)
+    return "users_eighths"
+
+
+def test_a_structure_of_an_imported_module_is_known(module: str, invoke: Invoke) -> None:
+    assert invoke("inspect", "eighths", "64").code == 2
+    assert "g=8" in invoke("--import", module, "inspect", "eighths", "64").out
+
+
+@pytest.mark.parametrize("engine", [("--workers", "1"), ("--interleave", "2")])
+def test_a_structure_of_an_imported_module_is_known_to_workers(
+    engine: tuple[str, str], module: str, tmp_path: Path, invoke: Invoke
+) -> None:
+    settings = ("structure=eighths", "width=16", "layers=hidden", "steps=1", "batch=8")
+    done = invoke(
+        "--import", module, "sweep", "digits", *settings, "--runs", tmp_path / "runs", "--device", "cpu", *engine,
+        "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert {record["run"]["structure"] for record in json.loads(done.out)} == {"eighths"}
+
+
+@pytest.mark.parametrize("content", [None, "raise RuntimeError('unfinished')", "nonsense("])
+def test_a_module_that_cannot_be_imported_is_named(
+    content: str | None, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if content is not None:
+        (tmp_path / "users_broken.py").write_text(content)
+    done = invoke("--import", "users_broken", "inspect", "btt")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: the module 'users_broken' cannot be imported (")
+    assert done.err.count("\n") == 1
 
 
 def test_the_version() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from buttress.core.chain import Chain
 from buttress.core.structures import Dense
 from buttress.core.structures.base import REGISTRY
 from buttress.costs.advice import Advice
+from buttress.lab.analysis import diagnostics
+from buttress.lab.analysis.diagnostics import Coordinate, CoordinateCheck
 from command_line import Invoke
 
 
@@ -57,6 +60,39 @@ def test_inspect_cuts_no_number_on_a_narrow_terminal(invoke: Invoke, monkeypatch
     shown = invoke("inspect", "btt(rank=2)", "1024", "1024").out
     assert "0.08839" in shown
     assert "…" not in shown
+
+
+@pytest.mark.parametrize("arguments", [("inspect", "sum(low_rank,btt)", "768"), ("structures",)])
+def test_no_word_is_broken_at_80_columns(
+    arguments: tuple[str, ...], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    words = set(invoke(*arguments).out.split())
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = invoke(*arguments).out
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert {word for word in narrow.split() if word.isascii()} <= words
+
+
+def test_a_factor_that_has_not_changed_has_no_slope(invoke: Invoke) -> None:
+    arguments = ("check", "btt", "--widths", "16,32", "--steps", "1")
+    done = invoke(*arguments)
+    assert done.code == 0
+    assert "nan" not in done.out
+    assert "no change yet" in done.out
+    assert "no change yet after 1 steps: factors that start at zero pass on no gradient" in " ".join(done.err.split())
+    slopes = json.loads(invoke(*arguments, "--json").out, parse_constant=pytest.fail)
+    assert slopes["blocks.0.up.factors.R"] is None
+    assert isinstance(slopes["head"], float)
+
+
+def test_a_change_that_is_not_finite_is_said_to_be(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(Coordinate(width, 0, 0, "head", "change", math.nan) for width in (16, 32))
+    monkeypatch.setattr(diagnostics, "coordinate_check", lambda *args, **options: CoordinateCheck(rows))
+    done = invoke("check", "btt", "--widths", "16,32")
+    assert "not finite" in done.out
+    assert "no change yet" not in done.out + done.err
+    assert json.loads(invoke("check", "btt", "--widths", "16,32", "--json").out) == {"head": None}
 
 
 def test_bench_and_check(invoke: Invoke) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 pytest.importorskip("rich", reason="the command line needs buttress[lab]")
 
-from buttress.cli.output import one_line_warnings, print_records
+from buttress.cli.output import one_line_warnings, print_json, print_records
 from buttress.files import FileWarning
 from lab_runs import RESULTS
 from language_runs import RUN as LANGUAGE_RUN
@@ -38,6 +39,25 @@ def test_names_are_folded_before_numbers(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("COLUMNS", "90")
     print_records([WIDE], as_json=False)
     assert " 9,876,543,210 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 82, 86, 100])
+def test_no_word_is_broken_where_all_words_fit(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_records([record("btt(rank=2)", 1024)], as_json=False)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    for word in ("structure", "parameters", "seconds", "btt(rank=2)"):
+        assert f" {word} " in out
+    numbers = [cell.strip() for line in out.splitlines() if line.startswith("│") for cell in line.split("│")]
+    assert any(cell.endswith(" %") and cell[0].isdigit() for cell in numbers), "cells are kept whole before headings"
+
+
+def test_json_has_no_number_that_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [1.5, math.nan, (math.inf,)], "b": {"c": -math.inf, "d": 2, "e": "NaN"}})
+    assert capsys.readouterr().out == '{"a": [1.5, null, [null]], "b": {"c": null, "d": 2, "e": "NaN"}}\n'
 
 
 def test_language_models_show_loss_and_macs_per_token(

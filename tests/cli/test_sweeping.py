@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +17,16 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs buttress[lab]")
 
+from buttress.cli import sweeping
 from buttress.cli.sweeping import engine_of
 from buttress.lab.recipes import find, recipes
-from buttress.lab.runs.config import ConfigError
+from buttress.lab.runs.config import ConfigError, Run
 from buttress.lab.runs.records import Record, read_records, write_records
 from buttress.lab.runs.store import Store
 from buttress.lab.sweeps.interleaved import Interleaved
 from buttress.lab.sweeps.local import Local
 from command_line import Invoke
+from lab_runs import SMALL
 from synthetic_records import record, study
 
 
@@ -28,6 +36,53 @@ def test_sweep(tmp_path: Path, invoke: Invoke) -> None:
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert sorted(r["run"]["structure"] for r in found) == ["", "btt", "kronecker", "low_rank", "monarch"]
+
+
+@pytest.mark.parametrize("engine", [("--workers", "2"), ("--interleave", "2")])
+def test_a_sweep_without_its_data_stops_at_once(engine: tuple[str, str], tmp_path: Path, invoke: Invoke) -> None:
+    runs = tmp_path / "runs"
+    done = invoke(
+        "sweep", "mlp-scaling", "steps=1", "--data", tmp_path, "--runs", runs, "--device", "cpu", *engine
+    )  # fmt: skip
+    assert done.code == 2
+    assert done.err.strip().startswith("error: cifar10 needs cifar-10-python.tar.gz")
+    assert done.err.count("cifar-10-python.tar.gz, not in") == 1
+    assert len(list(Store(runs))) <= 2
+
+
+def test_data_that_only_some_runs_need_stop_no_other(
+    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BUTTRESS_DATA", raising=False)
+    small = replace(SMALL, steps=1)
+    monkeypatch.setattr(sweeping, "find", lambda name: Recipe([small, replace(small, task="cifar10")]))
+    done = invoke("sweep", "both", "--runs", tmp_path, "--device", "cpu", "--json")
+    assert done.code == 1
+    assert sorted(record["status"] for record in json.loads(done.out)) == ["done", "failed"]
+
+
+class Recipe:
+    def __init__(self, runs: list[Run]) -> None:
+        self.runs = lambda: runs
+
+
+@pytest.mark.parametrize("signalled", ["process", "group"])
+def test_an_interrupted_sweep_says_how_to_resume(signalled: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "buttress", "sweep", "digits", "steps=100", "width=16", "seed=7"]
+    command += ["--runs", str(tmp_path), "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("*/record.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (os.killpg if signalled == "group" else os.kill)(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode != 0
+    assert re.fullmatch(r"\d of 5 runs done: repeat the command to resume", err.strip())
+    assert all(record.status == "done" for record in Store(tmp_path))
 
 
 def test_recipes_are_listed(invoke: Invoke) -> None:

@@ -12,6 +12,7 @@ from buttress.cli import compressing, describing, sweeping, training
 from buttress.cli.extras import install_hint
 from buttress.cli.output import one_line_warnings, print_error
 from buttress.cli.usage import Commands
+from buttress.lab.runs.modules import import_modules
 
 INVALID_USAGE = 2
 
@@ -34,10 +35,21 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def _buttress(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-) -> None: ...
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="Python module to import first, such as one that declares structures. Repeatable. Default: none.",
+        ),
+    ] = None,
+) -> None:
+    context.obj = modules or []
+    import_modules(context.obj)
 
 
 # In the order of `buttress --help`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -194,12 +195,17 @@ def check(
         steps=steps,
         structure_aware=not naive,
     )
-    slopes = {name or "model": result.slope(name) for name in result.names()}
+    slopes = {name: result.slope(name) for name in result.names()}
+    finite = {name for name in slopes if all(map(math.isfinite, result.series(name).values()))}
+    unchanged = {name for name in finite if math.isnan(slopes[name])}
     if figure:
         result.plot(figure, title=structure or "dense")
+    if unchanged:
+        say(f"no change yet after {steps} steps: factors that start at zero pass on no gradient; give a larger --steps")
     if as_json:
-        return print_json(slopes)
+        return print_json({name or "model": slope for name, slope in slopes.items()})
     table = Table("output of", "slope of its change against width")
     for name, slope in slopes.items():
-        table.add_row(name, f"{slope:+.2f}")
+        known = f"{slope:+.2f}" if name in finite else "not finite"
+        table.add_row(name or "model", "no change yet" if name in unchanged else known)
     print_table(table)

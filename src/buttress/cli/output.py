@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,21 +38,57 @@ def print_error(message: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print JSON on stdout, for a script."""
-    print(json.dumps(data))
+    """Print JSON on stdout, for a script. Numbers that are not finite, which JSON does not have, are null."""
+    print(json.dumps(_without_nan(data), allow_nan=False))
+
+
+def _without_nan(data: Any) -> Any:
+    match data:
+        case dict():
+            return {name: _without_nan(value) for name, value in data.items()}
+        case list() | tuple():
+            return [_without_nan(value) for value in data]
+        case float() if not math.isfinite(data):
+            return None
+        case _:
+            return data
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout. On a narrow terminal the first column and headings are folded, then all: none is cut."""
+    """Print a table on stdout. On a narrow terminal it is folded, inside words only if there is no other way.
+
+    The words of headings and of the first column are folded before numbers, and no cell is cut.
+    """
     out = Console()
     if Console(width=UNBOUNDED).measure(table).maximum > out.width:
         for column in table.columns:
             column.no_wrap, column.overflow = False, "fold"
-        others = [(column, max(len(str(cell)) for cell in column.cells)) for column in table.columns[1:] if table.rows]
-        if NARROWEST + sum(width for _, width in others) + BORDER * len(table.columns) < out.width:
-            for column, width in others:
+        room = out.width - BORDER * len(table.columns) - 1
+        cells = [[str(cell) for cell in column.cells] for column in table.columns]
+        words = [_longest_word([str(column.header), *column.cells]) for column in table.columns]
+        others = [max(map(len, column), default=0) for column in cells[1:]]
+        if sum(words) <= room:
+            _set_widths(table, words, room)
+        elif NARROWEST + sum(others) <= room:
+            for column, width in zip(table.columns[1:], others, strict=True):
                 column.min_width = width
     out.print(table)
+
+
+def _longest_word(cells: Iterable[object]) -> int:
+    return max((len(word) for cell in cells for word in str(cell).split()), default=0)
+
+
+def _set_widths(table: Table, least: Sequence[int], room: int) -> None:
+    """Give each column at least this width, and the rest of the room to cells, the last column first, then headings."""
+    widths, spare = list(least), room - sum(least)
+    for with_heading in (False, True):
+        for i, column in reversed(list(enumerate(table.columns))):
+            texts = [*column.cells, *([column.header] if with_heading else [])]
+            more = min(spare, max(0, max((len(str(text)) for text in texts), default=0) - widths[i]))
+            widths[i], spare = widths[i] + more, spare - more
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -9,16 +10,17 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from buttress import ButtressError
+from buttress import ButtressError, MissingExtraError
 from buttress.cli.options import Compiled, Data, Device, Json, Runs, Settings
 from buttress.cli.output import print_json, print_records, print_table, say
 from buttress.cli.progress import SweepBars, bars
+from buttress.lab.data import DataError
 from buttress.lab.recipes import find
 from buttress.lab.recipes import recipes as all_recipes
-from buttress.lab.runs.config import ConfigError, with_fields
+from buttress.lab.runs.config import ConfigError, Run, with_fields
 from buttress.lab.runs.records import scan_records, write_records
 from buttress.lab.runs.store import Store
-from buttress.lab.sweeps.engine import Engine
+from buttress.lab.sweeps.engine import Engine, SweepEvent
 from buttress.lab.sweeps.interleaved import Interleaved
 from buttress.lab.sweeps.local import Local
 from buttress.lab.sweeps.sweep import sweep as run_sweep
@@ -37,6 +39,7 @@ def recipes(as_json: Json = False) -> None:
 
 
 def sweep(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="Recipe name; `buttress recipes` lists them.")],
     settings: Settings = None,
     runs: Runs = Path("runs"),
@@ -69,11 +72,25 @@ def sweep(
     """
     recipe_runs = [with_fields(run, settings or []) for run in find(recipe).runs()]
     engine = engine_of(on, workers, interleave, address, cpus_per_run, gpus_per_run)
+    done: set[Run] = set()
     with bars() as display:
-        listen = SweepBars(display, recipe, len(recipe_runs))
-        records = run_sweep(
-            recipe_runs, Store(runs), on=engine, device=device, data=data, compiled=compiled, listen=listen
-        )
+        show = SweepBars(display, recipe, len(set(recipe_runs)))
+
+        def listen(event: SweepEvent) -> None:
+            if event.record is not None and event.record.status == "done":
+                done.add(event.run)
+            if on == "local":  # other machines may have what this one lacks
+                _raise_if_all_would_fail(event, recipe_runs)
+            show(event)
+
+        try:
+            records = run_sweep(
+                recipe_runs, Store(runs), on=engine, device=device, data=data, compiled=compiled, listen=listen,
+                modules=context.obj,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            say(f"{len(done)} of {len(set(recipe_runs))} runs done: repeat the command to resume")
+            raise
     print_records(records, as_json)
     diverged = sum(record.status == "diverged" for record in records)
     failed = len(set(recipe_runs)) - diverged - sum(record.status == "done" for record in records)
@@ -81,6 +98,13 @@ def sweep(
     if counts:
         say(f"of {len(set(recipe_runs))} runs, {' and '.join(counts)}: run the same command to try them again")
         raise typer.Exit(1)
+
+
+def _raise_if_all_would_fail(event: SweepEvent, runs: Sequence[Run]) -> None:
+    """End the sweep after a run for which this machine lacks data or a library, if all of its runs need the same."""
+    error, _, message = event.record.error.partition(": ") if event.record is not None else ("", "", "")
+    if error in (DataError.__name__, MissingExtraError.__name__) and len({(r.task, r.corpus) for r in runs}) == 1:
+        raise ButtressError(message)
 
 
 def engine_of(
@@ -127,13 +151,15 @@ def engine_of(
 
 
 def demo(
-    runs: Runs = Path("runs/demo"), workers: Annotated[int, typer.Option(min=1, help="Runs to train at a time.")] = 2
+    context: typer.Context,
+    runs: Runs = Path("runs/demo"),
+    workers: Annotated[int, typer.Option(min=1, help="Runs to train at a time.")] = 2,
 ) -> None:
     """Train dense and structured MLPs of four sizes on scikit-learn's digits, fit power laws and write a report.
 
     Needs no data files and no GPU, and takes about a minute on two cores. Example: `buttress demo`
     """
-    sweep("digits", [], runs=runs, device="cpu", workers=workers)
+    sweep(context, "digits", [], runs=runs, device="cpu", workers=workers)
     from buttress.lab.analysis.report import report as write_report
 
     path = write_report(Store(runs), runs / "report.html", "Structures on digits")

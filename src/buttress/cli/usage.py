@@ -25,9 +25,9 @@ class Commands(TyperGroup):
             sys.exit(1)
         except _UsageError as error:
             message = error.format_message()
-            if "\n" in message:  # the help, which `buttress` alone prints
+            if "\n" in message:  # the help, for `buttress` alone
                 error.show()
-            else:
+            elif message:  # without one, rich has printed the help
                 hint = f": see {error.ctx.command_path} --help" if error.ctx else ""
                 print_error(message.rstrip(".") + hint)
             sys.exit(error.exit_code)

@@ -89,8 +89,8 @@ def heal(
 ) -> HealingLosses:
     """Distill a compressed model from the original model, in place.
 
-    Learning rates are structure-aware (`param_groups`), with a short warm-up and a cosine decay. Both models run in
-    eval mode: there is no dropout, and batch norm statistics do not change. Parameters that need no gradient do not
+    Learning rates are structure-aware (`param_groups`), with a short warm-up and a cosine decay, and gradients are
+    clipped to a norm of 1. Both models run in eval mode: there is no dropout, and batch norm statistics do not change. Parameters that need no gradient do not
     change either. Half-precision weights are trained in float32 and rounded at the end.
 
     With held-out batches, the model ends with the weights whose loss on them was least; those before the first step
@@ -129,7 +129,7 @@ def heal(
     Example:
         >>> teacher = copy.deepcopy(model)
         >>> bt.replace_(model, bt.BTT(rank=4), init="project")
-        >>> losses = bt.heal(model, teacher, lambda step: loader[step], steps=500)
+        >>> losses = bt.heal(model, teacher, lambda step: batches[step], steps=500)
     """
     if dtype not in (None, torch.bfloat16):  # the gradients of float16 would need scaling
         raise PlanError(f"dtype is torch.bfloat16 or None, got {dtype!r}")

@@ -10,7 +10,7 @@ from torch import nn
 
 from buttress.core.structures import Structure, parse
 from buttress.core.structures.base import class_hint
-from buttress.errors import PlanError, quoted
+from buttress.errors import PlanError
 from buttress.inspection.head import output_head
 from buttress.inspection.names import first_match, is_conv1d, last_part, modules
 from buttress.inspection.obstacles import find_obstacles

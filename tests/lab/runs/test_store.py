@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,26 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(bt.ButtressError, match="cannot be locked"), store.lock(SMALL):
         pass
     assert precious.read_text() == "content"
+
+
+def test_a_folder_that_cannot_be_created_is_not_blamed_on_locks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for folder in ("file", "file/below", "link"):
+        with (
+            pytest.raises(bt.ButtressError, match=r"cannot be created or written .*: choose another folder") as caught,
+            Store(tmp_path / folder).lock(SMALL),
+        ):
+            pass
+        assert "lock" not in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOENT])
+def test_a_folder_that_cannot_be_written_is_named(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **options: object) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    store = Store(tmp_path / "runs")
+    with pytest.raises(bt.ButtressError, match=f"{store.run_folder(SMALL)} cannot be created"), store.lock(SMALL):
+        pass

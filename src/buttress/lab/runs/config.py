@@ -112,7 +112,7 @@ class Run:
     down_scale: float = 1.0
     """Additional multiplier of the learning rate of the second layer in each FFN."""
     adam_scale: float = 1.0
-    """Additional multiplier of the learning rates of what optimizer=muon trains by AdamW."""
+    """Additional learning-rate multiplier for the parameters that optimizer=muon trains with AdamW."""
     weight_decay: float = 0.0
     """Weight decay, as the optimizer defines it."""
     schedule: Schedule = "cosine"

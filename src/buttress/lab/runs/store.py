@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -11,6 +12,9 @@ from buttress import ButtressError
 from buttress.files import FileWarning, leaves, locked, write_text
 from buttress.lab.runs.config import Run
 from buttress.lab.runs.records import Record, RecordError, parse_record_file, scan_records, warn_unverified
+
+UNWRITABLE = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
+"""Errors of a folder in which no file can be created, as opposed to one whose files cannot be locked."""
 
 
 class RunInUseError(ButtressError):
@@ -140,7 +144,7 @@ class Store:
             Whether the run was reserved; if not, another process is training it.
 
         Raises:
-            ButtressError: If the file system cannot lock files.
+            ButtressError: If the run's folder cannot be written, or the file system cannot lock files.
         """
         return self._lock(run, "lock")
 
@@ -155,6 +159,11 @@ class Store:
             try:
                 granted = stack.enter_context(locked(path, wait=False))
             except OSError as error:
+                if error.errno in UNWRITABLE:
+                    raise ButtressError(
+                        f"{error.filename or path} cannot be created or written ({error.strerror}): choose another "
+                        "folder for runs"
+                    ) from error
                 raise ButtressError(
                     f"{path} cannot be locked ({error}), and two processes must not train one run: mount the shared "
                     "disk with support for flock, or keep runs elsewhere"

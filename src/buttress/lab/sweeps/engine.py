@@ -52,6 +52,8 @@ class Job:
     """The data folder. Default: $BUTTRESS_DATA."""
     compiled: bool = False
     """Whether to compile models."""
+    modules: Sequence[str] = ()
+    """Modules that a process imports before it reads its first run, such as one that declares structures."""
 
     def train(self, run: Run, store: Store | None, at_once: int, watch: Watch) -> Record:
         """Train a run in this process. An error of the run is recorded, not raised.

@@ -46,6 +46,7 @@ class Local(Engine):
                 serve_runs(queue, store, pool.start, listen, pool.stopping)
             except BaseException as error:
                 errors.append(error)
+                pool.kill()  # the other threads end as well
 
         threads = [threading.Thread(target=serve, daemon=True) for _ in range(count)]
         try:

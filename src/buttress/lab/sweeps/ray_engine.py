@@ -27,6 +27,7 @@ import torch
 from buttress import MissingExtraError
 from buttress.files import write_text
 from buttress.lab.runs.config import ConfigError, Run
+from buttress.lab.runs.modules import import_modules
 from buttress.lab.runs.records import Record
 from buttress.lab.runs.store import RunInUseError, Store
 from buttress.lab.sweeps.engine import ERROR_LINES, PROGRESS_SECONDS, Engine, Job, Listener, SweepEvent
@@ -252,6 +253,7 @@ def train_task(text: str, job: Job, marker: Path, mailbox: Any, resources: Resou
     Returns:
         The record as JSON, and whether it was put into the sweep's store.
     """
+    import_modules(job.modules)
     run = Run.from_json(text)
     mailbox.put.remote(run.key, None)
     torch.set_num_threads(max(1, int(resources.cpus)))

@@ -8,7 +8,7 @@ trained since the last checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from buttress.lab.runs.config import Run
@@ -30,6 +30,7 @@ def sweep(
     compiled: bool = False,
     listen: Listener | None = None,
     retry: bool = True,
+    modules: Sequence[str] = (),
 ) -> list[Record]:
     """Train every run that has no record yet.
 
@@ -47,6 +48,7 @@ def sweep(
         compiled: Whether to compile models.
         listen: Called with every event of the sweep, possibly from other threads.
         retry: Whether to train runs again that have failed or diverged.
+        modules: Names of modules that workers import first, such as the one that declares the runs' structures.
 
     Returns:
         The records, in the order of the runs.
@@ -77,6 +79,6 @@ def sweep(
             remove_leftovers(store, run)
         notify(SweepEvent(run, record=record))
     if pending:
-        job = Job(device, str(Path(data).absolute()) if data else None, compiled)
+        job = Job(device, str(Path(data).absolute()) if data else None, compiled, modules)
         (on or Local(workers)).train(pending, job, store, notify)
     return [records[run] for run in distinct if run in records]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from queue import Queue
 
 from buttress.lab.runs.config import Run
+from buttress.lab.runs.modules import import_modules
 from buttress.lab.runs.store import RunInUseError, Store
 from buttress.lab.sweeps.engine import Job
 from buttress.lab.training.devices import gpu_is_lost
@@ -64,8 +65,10 @@ def work(store: Store, job: Job, at_once: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the worker with the arguments that `WorkerProcess` passes."""
-    folder, job, at_once = arguments
-    work(Store(folder), Job(**json.loads(job)), int(at_once))
+    folder, text, at_once = arguments
+    job = Job(**json.loads(text))
+    import_modules(job.modules)
+    work(Store(folder), job, int(at_once))
 
 
 if __name__ == "__main__":
