@@ -90,8 +90,9 @@ def heal(
     """Distill a compressed model from the original model, in place.
 
     Learning rates are structure-aware (`param_groups`), with a short warm-up and a cosine decay, and gradients are
-    clipped to a norm of 1. Both models run in eval mode: there is no dropout, and batch norm statistics do not change. Parameters that need no gradient do not
-    change either. Half-precision weights are trained in float32 and rounded at the end.
+    clipped to a norm of 1. Both models run in eval mode: there is no dropout, and batch norm statistics do not change.
+    Parameters that need no gradient do not change either. Half-precision weights are trained in float32 and rounded at
+    the end.
 
     With held-out batches, the model ends with the weights whose loss on them was least; those before the first step
     count too, so that healing never makes this loss worse.
