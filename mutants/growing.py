@@ -132,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "a dry run of grow_ changes the model",
         "surgery/growing.py",
-        "    if dry_run:\n        return report\n    growing.apply_()\n",
-        "    growing.apply_()\n    if dry_run:\n        return report\n",
+        "    if dry_run:\n        return report\n",
+        "    if dry_run:\n        growing.apply_()\n        return report\n",
         GROWING,
     ),
     Mutation(

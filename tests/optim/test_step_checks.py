@@ -160,6 +160,22 @@ def test_an_optimizer_of_parameters_that_are_no_longer_in_the_model_warns_once(c
     torch.optim.SGD(model.parameters(), 1e-3).step()
 
 
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_an_optimizer_that_has_stepped_before_a_model_grows(is_passed):
+    model = nn.Sequential(bt.StructuredLinear(64, 64, bt.BTT()), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    bt.grow_(model, bt.BTT(rank=2), optimizer=optimizer if is_passed else None)
+    model(torch.ones(2, 64)).sum().backward()
+    if not is_passed:
+        with pytest.warns(UserWarning, match=r"2 of the 5 parameters .* or pass it to bt\.grow_"):
+            optimizer.step()
+    optimizer.step()  # a second warning would be an error
+
+
 def test_a_tied_weight_that_stays_in_the_model_is_not_taken_out():
     model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64), nn.Linear(64, 16, bias=False))
     model[2].weight = model[0].weight

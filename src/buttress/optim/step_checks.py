@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _warned: WeakSet[torch.optim.Optimizer] = WeakSet()
-_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers whose rule and parameters were checked, before their first step."""
+_of_checked_rule: WeakSet[torch.optim.Optimizer] = WeakSet()
+_of_checked_parameters: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers that were checked since parameters were last taken out of a model."""
 
 _TAKEN_OUT = "_taken_out_by_buttress"
 """Attribute of parameters that surgery took out of a model."""
@@ -37,9 +38,11 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     groups = [g for g in optimizer.param_groups if {"lr_multiplier", "rule"} <= g.keys()]  # of param_groups
-    if optimizer not in _checked:
-        _checked.add(optimizer)
+    if optimizer not in _of_checked_parameters:
+        _of_checked_parameters.add(optimizer)
         _warn_of_parameters_taken_out(optimizer)
+    if optimizer not in _of_checked_rule:
+        _of_checked_rule.add(optimizer)
         _warn_if_of_another_rule(optimizer, groups)
     _warn_if_flattened(optimizer, groups)
 
@@ -58,6 +61,7 @@ def noting_what_is_taken_out(model: nn.Module) -> Iterator[None]:
     for p in before:
         if id(p) not in after:
             setattr(p, _TAKEN_OUT, True)
+    _of_checked_parameters.clear()
 
 
 def _warn_of_parameters_taken_out(optimizer: torch.optim.Optimizer) -> None:
@@ -65,7 +69,7 @@ def _warn_of_parameters_taken_out(optimizer: torch.optim.Optimizer) -> None:
     if lost := sum(hasattr(p, _TAKEN_OUT) for p in params):
         warnings.warn(
             f"{lost} of the {len(params)} parameters of this optimizer were taken out of their model when layers were "
-            "replaced, and the new ones are not in it: create the optimizer after bt.replace_",
+            "replaced or grown, and the new ones are not in it: create it afterwards, or pass it to bt.grow_",
             stacklevel=4,
         )
 

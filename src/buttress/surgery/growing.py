@@ -22,6 +22,7 @@ from buttress.nn.structured import Structured
 from buttress.ops import row_macs
 from buttress.optim.facts import parameter_facts
 from buttress.optim.growing import GrowingParameter, check_optimizer, grow_optimizer_
+from buttress.optim.step_checks import noting_what_is_taken_out
 from buttress.surgery.config_entry import record_plan
 from buttress.surgery.report import count_parameters
 from buttress.text_table import render, show
@@ -138,7 +139,8 @@ def grow_(
     report = GrowthReport(tuple(map(_row, growing.layers.values())), params_before, params_before + added)
     if dry_run:
         return report
-    growing.apply_()
+    with noting_what_is_taken_out(model):
+        growing.apply_()
     if optimizer is not None:
         every_parameter = parameters(model)
         grow_optimizer_(optimizer, scheduler, growing.parameters, every_parameter, every_parameter.values())
