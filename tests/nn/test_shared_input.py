@@ -116,7 +116,12 @@ def _changed_weights(own: Projections, x: Tensor) -> Tensor:
 
 
 def _exchanged_weights(own: Projections, x: Tensor) -> Tensor:
-    own.k.factors["L"] = nn.Parameter(2 * own.k.factors["L"].detach())
+    old = own.k.factors["L"]
+    new = nn.Parameter(2 * old.detach())
+    with torch.no_grad():
+        while new._version < old._version:  # another tensor that was changed as often
+            new.mul_(1)
+    own.k.factors["L"] = new
     return x
 
 
