@@ -75,6 +75,6 @@ def test_importing_takes_little_longer_than_importing_torch() -> None:
     code = "import torch, time; start = time.process_time(); import buttress; print(time.process_time() - start)"
     seconds = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
+        for _ in range(8)  # the least of many, because the caches of a busy machine are shared
     ]
     assert min(seconds) < 0.3
