@@ -72,9 +72,11 @@ def test_tests_are_short_and_use_no_private_names(path: Path) -> None:
 
 
 def test_importing_takes_little_longer_than_importing_torch() -> None:
-    code = "import torch, time; start = time.process_time(); import buttress; print(time.process_time() - start)"
-    seconds = [
+    """In CPU time relative to torch's, because machines differ."""
+    clock = "import time; a = time.process_time(); import torch; b = time.process_time(); import buttress"
+    code = f"{clock}; print((time.process_time() - b) / (b - a))"
+    shares = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(8)  # the least of many, because the caches of a busy machine are shared
+        for _ in range(5)
     ]
-    assert min(seconds) < 0.3
+    assert min(shares) < 0.3
