@@ -77,6 +77,6 @@ def test_importing_takes_little_longer_than_importing_torch() -> None:
     code = f"{clock}; print((time.process_time() - b) / (b - a))"
     shares = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(5)
+        for _ in range(8)
     ]
-    assert min(shares) < 0.3
+    assert min(shares) < 0.25
